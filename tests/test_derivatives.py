@@ -84,6 +84,7 @@ PROGRAMS = {
     "pointwise": lambda x, on: F.softsign(x) + x ** 3 + x.abs(),
     "results that are saved": lambda x, on: (x.tanh().relu() + x.sigmoid().exp()).softmax(-1).sqrt() * x.sin().tanh(),
     "chosen elements": lambda x, on: x.sin() * x.max() + x * x.median(),
+    "picked elements": lambda x, on: torch.stack([x.sin(), x ** 2], -1).movedim((-2, -1), (0, 1))[INDEX, INDEX % 2],
     "norm": lambda x, on: F.layer_norm(x, (4,)) * torch.linalg.vector_norm(x, dim=-1, keepdim=True),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import globaltensor as gt
 from globaltensor.errors import OutOfRangeError
@@ -105,3 +106,17 @@ def test_what_moves_is_what_is_picked(rows):
         (h * 2)[each, last].square().sum().backward()
         assert h.grad.sbp == h.sbp
     assert sum(m.bytes for m in moves) <= 2 * ROWS + 8 * BATCH * 8, [(m.op, m.bytes) for m in moves]
+
+
+@pytest.mark.parametrize("rows", ["plain", "split"])
+def test_the_gradient_comes_back_to_where_the_tokens_are(rows):
+    """Of a head and a loss whose labels are split, which leave the gradient split by features."""
+    where, width = gt.placement("cpu", [0, 1]), 128
+    h = gt.randn(BATCH, LENGTH, width, placement=where, sbp=S(0)).requires_grad_()
+    head = gt.randn(16, width, placement=where, sbp=B).requires_grad_()
+    labels = gt.zeros(BATCH, placement=where, sbp=S(0), dtype=torch.int64)
+    last, each = gt.full((BATCH,), 5, placement=where, sbp=S(0)), INDICES[rows](where)(torch.arange(BATCH))
+    with gt.record() as moves:
+        F.cross_entropy(F.linear(F.layer_norm(h, (width,))[each, last], head), labels).backward()
+        assert h.grad.sbp == h.sbp
+    assert sum(m.bytes for m in moves) <= 4 * BATCH * width * 4, [(m.op, m.bytes) for m in moves]

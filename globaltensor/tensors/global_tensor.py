@@ -392,6 +392,7 @@ else:                                                # the same class, with its 
     native_class.wrap = torch_ext.wrap
     native_class.__torch_function__ = no_torch_function
     native_class.__setitem__ = value_reads.assign
+    native_class.__getitem__ = lookup.item
     torch_ext.on_view_read(api_boundary(remake))
     torch_ext.on_arrival(_at_our_key)
     torch_ext.on_lookup(api_boundary(lookup.Lookup.apply))

@@ -2,7 +2,7 @@
 
 torch's gradient of an embedding knows how many rows there are, but not how the weight lies. So for a weight that is
 split along its rows the lookup is a function of ours, which keeps a tensor of as many rows and no columns, `rows`,
-that lies as the weight does; the gradient is made to lie like it.
+that lies as the weight does; the gradient is made to lie like it. So is that of x[i, j] along a cut dim.
 """
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from globaltensor.algorithms.local_impls import check_range
 from globaltensor.layouts.global_like import is_global
 from globaltensor.runtime import custom_ops
 from globaltensor.runtime.torch_internals import OWN_KEYS, ExcludeDispatchKeys, OpOverload, transforms_active
+from globaltensor.tensors.redistribution import to_layout
 
 aten = torch.ops.aten
 _embedding = aten.embedding.default
@@ -67,6 +68,33 @@ def embedding(input: torch.Tensor, weight: Any, padding_idx: int | None = None, 
     return Lookup.apply(weight, input, -1 if padding_idx is None else padding_idx % weight.shape[0])
 
 
+class PickedElements(torch.autograd.Function):
+    """x[i, j], where a dim that the indices name is cut. torch makes the gradient of a whole x; here it lies as x does,
+    and what is moved are the values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, *indices: torch.Tensor) -> torch.Tensor:
+        ctx.layout, ctx.shape = x.spec.layout.without_partials, x.shape
+        ctx.save_for_backward(*indices)
+        return aten.index.Tensor(x, list(indices))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        zeros: Any = grad.new_zeros(()).expand(ctx.shape)
+        zeros, indices = to_layout(zeros, ctx.layout), ctx.saved_tensors
+        return aten.index_put.default(zeros, list(indices), grad, True), *[None] * len(indices)
+
+
+def item(x: Any, index: Any) -> torch.Tensor:
+    """x[index]; all but several indices by number, along a dim that is cut, goes torch's own way."""
+    if type(index) is tuple and len(index) > 1 and x.requires_grad and torch.is_grad_enabled() and is_global(x) and all(
+            isinstance(t, torch.Tensor) and t.dtype in (torch.int64, torch.int32) for t in index):
+        cut = any(s.is_split and s.dim < len(index) for s in x.spec.sbp)
+        if cut and len(index) <= x.dim() and not transforms_active():
+            return PickedElements.apply(x, *index)
+    return torch.Tensor.__getitem__(x, index)
+
+
 def _embedding_bag(weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, by_frequency: bool = False,
                    mode: int = 0, sparse: bool = False, *others: Any) -> Any:
     with ExcludeDispatchKeys(OWN_KEYS):
@@ -80,7 +108,7 @@ def check_classes(tensor: torch.Tensor, num_classes: int = -1) -> None:
             check_range(shard, num_classes, "class")
 
 
-TAKEN: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {F.embedding: embedding}
+TAKEN: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {F.embedding: embedding, torch.Tensor.__getitem__: item}
 # Beside global tensors, gradients are dense whatever `sparse` says.
 KERNELS: dict[OpOverload, Callable[..., Any]] = {
     aten._embedding_bag.default: _embedding_bag,
