@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import globaltensor as gt
 from globaltensor.errors import GlobalTensorError, PlacementError, ShapeError
+from globaltensor.pipelining import kept_buffers
 from globaltensor.pipelining.split_backward import backward_input, backward_weight
 from globaltensor.pipelining.stages import StageError, balanced, cut_sequence, measured
 from globaltensor.schedules.schedule import ScheduleError
@@ -239,6 +240,60 @@ def test_batch_norm(recompute):
         copied = copy.deepcopy(plain).eval()         # nor where it takes no statistics, or those of the batch
         gt.pipeline([copied[:2], copied[2:]], alone(2), "1f1b", 3, F.mse_loss).step(x, y)
         gt.pipeline([plain[:2], plain[2:]], alone(2), "1f1b", 1, F.mse_loss).step(x, y)
+
+
+class Averaging(nn.Module):
+    """Adds an average of what has come so far, which it changes first: `how` it does so."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how = nn.Linear(6, 6), how
+        self.register_buffer("average", None if how == "late" else torch.zeros(6))
+        self.register_buffer("mask", torch.ones(6))
+
+    def forward(self, x):
+        x = self.linear(x) * self.mask
+        new = x.detach().mean(0)
+        if self.how == "in place":
+            self.average.mul_(0.5).add_(new)
+        elif self.how == "data":
+            self.average.data.mul_(0.5).add_(new)
+        else:
+            self.average = new if self.average is None else self.average * 0.5 + new
+        return x.sin() * self.average
+
+
+BUFFERED = {how: lambda how=how: Averaging(how) for how in ("in place", "data", "anew", "late")} | {
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))}
+
+
+@pytest.mark.parametrize("large", [0, 1 << 20])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("name", BUFFERED)
+def test_a_stage_runs_again_on_the_buffers_that_it_had(name, schedule, large, monkeypatch):
+    """Later micro-batches have changed them by then. Versions do not tell: writes to .data leave them."""
+    monkeypatch.setattr(kept_buffers, "MANY_BYTES", large)
+    model = nn.Sequential(nn.Linear(6, 6), BUFFERED[name](), nn.Linear(6, 6), BUFFERED[name]()).double()
+    plain = copy.deepcopy(model)
+    runner = gt.pipeline([model[:2], model[2:]], alone(2), schedule, 4, F.mse_loss, recompute=True)
+    for x, y in torch.randn(2, 2, 8, 6, dtype=torch.float64):
+        runner.step(x, y)
+        for a, b in zip(x.chunk(4), y.chunk(4)):
+            (F.mse_loss(plain(a), b) / 4).backward()
+    for (n, p), q in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-10, atol=1e-14, msg=n)
+    for (n, p), q in zip(model.named_buffers(), plain.buffers()):
+        torch.testing.assert_close(p.full_tensor(), q, rtol=1e-12, atol=1e-15, msg=n)
+
+
+def test_a_large_buffer_that_stays_is_copied_once_for_all_micro_batches(monkeypatch):
+    monkeypatch.setattr(kept_buffers, "MANY_BYTES", 0)
+    model = gt.to_global(Averaging("data"), alone(1)[0])
+    several = []
+    for _ in range(3):
+        several.append(kept_buffers.buffers_of(model))
+        model(gt.from_full(torch.randn(4, 6), alone(1)[0], gt.sbp.broadcast))
+    assert len({id(one[1][2]) for one in several}) == 1 and len({id(one[0][2]) for one in several}) == 3
 
 
 class Skipping(nn.Module):

@@ -123,3 +123,32 @@ def test_selectively_products_with_parameters_are_kept_and_attention_is_not(rank
     driven = len(block.experts.shards)               # none by a process that has no rank of it
     assert runs["full"] - runs["none"] == 3 * driven and runs["selective"] - runs["none"] == 2 * driven, runs
     assert all(torch.equal(one, gradients["none"]) for one in gradients.values())
+
+
+class Averaging(nn.Module):
+    """Uses an average of what has come so far, beside running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x):
+        x = self.norm(self.linear(x))
+        self.average.mul_(0.5).add_(x.detach().mean(0) + x.detach().std(0))
+        return (x + self.average).sin()
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_a_block_runs_again_on_the_buffers_that_it_had_and_leaves_those_of_now(how):
+    results = []
+    for own in ("none", how):
+        torch.manual_seed(SEED)
+        block = gt.to_global(Averaging(), place([0, 1]))
+        if own != "none":
+            recompute_block(block, own)
+        outputs = [block(gt.from_full(torch.randn(6, 8), place([0, 1]), S(0))) for _ in range(3)]
+        for y in outputs:
+            y.square().sum().backward()
+        results.append([p.grad.full_tensor() for p in block.parameters()] + [b.full_tensor() for b in block.buffers()])
+    assert all(map(torch.equal, *results))

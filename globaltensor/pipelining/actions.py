@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import nn
 
 from globaltensor.errors import ShapeError
 from globaltensor.layouts.placement import placement
+from globaltensor.pipelining.kept_buffers import Buffers, buffers_left_alone, buffers_of
 from globaltensor.pipelining.split_backward import backward_full, backward_input, backward_weight
 from globaltensor.pipelining.stage_comm import (
     PREFETCHED,
@@ -70,6 +71,7 @@ class SavedForBackward:
     inputs: list[Any] = field(default_factory=list)
     meta: BundleMeta = ()                            # of the outputs
     deferred: list[DeferredGrad] = field(default_factory=list)     # between I and W
+    buffers: Buffers = field(default_factory=list)   # those that it runs on again
 
 
 class PipelineStep:
@@ -230,6 +232,7 @@ class PipelineStep:
     def _forward(self, stage: int, mb: int) -> None:
         received = self.inbox.pop((stage, "F", mb))
         with_graph = self.train and not self.model.recompute
+        buffers = buffers_of(self.model.stages[stage]) if self.train and not with_graph else []
         inputs, outputs = self.call(stage, mb, received, grad=with_graph, again=self.train and not with_graph)
         random = torch.get_rng_state()
         meta: BundleMeta = ()
@@ -244,7 +247,7 @@ class PipelineStep:
             self._pass_on(stage, "F", mb, outgoing, layouts_forward(meta, self.model.placements[stage + 1]))
         if self.train:
             self.saved[stage, mb] = SavedForBackward(received, outputs if with_graph else (),
-                                                     inputs if with_graph else [], meta)
+                                                     inputs if with_graph else [], meta, buffers=buffers)
 
     def _backward(self, stage: int, mb: int) -> None:
         saved, grads = self._resume(stage, mb)
@@ -264,8 +267,9 @@ class PipelineStep:
         """What the forward saved, recomputed where that was the input only, and the gradients of its outputs."""
         saved = self.saved[stage, mb]
         if self.model.recompute:
-            with buffers_left_alone(self.model.stages[stage]):
+            with buffers_left_alone(self.model.stages[stage], saved.buffers):
                 saved.inputs, saved.outputs = self.call(stage, mb, saved.received, grad=True)
+            saved.buffers = []
         if stage == self.last:
             return saved, [torch.ones_like(y) for y in saved.outputs]
         return saved, self.inbox.pop((stage, "B", mb)).tensors
@@ -369,17 +373,3 @@ def _describe_output(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}"
     return f"a {'' if isinstance(value, GlobalTensor) else 'plain '}tensor of {list(value.shape)}"
-
-
-@contextmanager
-def buffers_left_alone(module: nn.Module) -> Iterator[None]:
-    """Inside, the module works on copies of its buffers: running statistics must not count a micro-batch twice."""
-    kept = [(place, key, b) for m in module.modules() for key in m._buffers
-            for place in (m.__dict__, m._buffers) if (b := place.get(key)) is not None]      # swapped in, and its own
-    for buffers, key, b in kept:
-        buffers[key] = b.clone()
-    try:
-        yield
-    finally:
-        for buffers, key, b in kept:
-            buffers[key] = b

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from globaltensor.boxings.watch import not_counted
-from globaltensor.pipelining.actions import PipelineStep, buffers_left_alone, layouts_forward
+from globaltensor.pipelining.actions import PipelineStep, layouts_forward
+from globaltensor.pipelining.kept_buffers import buffers_left_alone
 from globaltensor.pipelining.stage_comm import ActivationBundle, BundleMeta, bundle, describe, move_bundle
 from globaltensor.pipelining.stages import StageError
 from globaltensor.runtime.agreement import gather_objects, uncoordinated

@@ -2,10 +2,15 @@
 
     full         all of a block but its input
     selective    all but what takes longest to get again, which is kept: products with parameters, convolutions, and
-                 what other ranks sent. So attention, norms and pointwise ops run again, and nothing is sent twice
+                 what other ranks sent. So attention, norms and pointwise ops run again; of boxings only those of
+                 pending sums that such an op reduces
+
+A block runs again on its buffers as they were, and leaves them as they are: torch's checkpoint counts a batch twice in
+running statistics.
 """
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -13,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from globaltensor.pipelining.kept_buffers import buffers_left_alone, buffers_of
 
 _KEPT = {"linear", "mm", "addmm", "convolution", "embedding",
          "redistribute", "box", "spread", "part", "full_tensor"}
@@ -25,7 +32,22 @@ def recompute_block(block: nn.Module, how: str) -> None:
     if how == "selective":
         selection = {"context_fn": partial(create_selective_checkpoint_contexts, _policy_of)}
     module: Any = block
-    module.forward = partial(checkpoint, block.forward, use_reentrant=False, **selection)
+    module.forward = partial(_checkpointed, block, block.forward, selection)      # copied with the module
+
+
+def _checkpointed(block: nn.Module, forward: Callable[..., Any], selection: dict[str, Any], *args: Any,
+                  **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    runs, buffers = itertools.count(), buffers_of(block)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not next(runs):
+            return forward(*args, **kwargs)
+        with buffers_left_alone(block, buffers):
+            return forward(*args, **kwargs)
+
+    return checkpoint(run, *args, use_reentrant=False, **selection, **kwargs)
 
 
 def _policy_of(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
