@@ -158,3 +158,10 @@ def test_a_program_needs_devices(said):
 def test_targets_that_are_missing_are_no_values_that_are_looked_at():
     with pytest.raises(CaptureError, match="fit the model"):
         gt.strategy(nn.Linear(4, 4), torch.zeros(4, 4), devices=1, loss=nn.functional.mse_loss)
+
+
+def test_a_batch_that_replicas_do_not_divide_is_said_to_be_the_reason():
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    one = gt.strategy(model, torch.zeros(7, 8), devices=3, explain=True)
+    assert one["explanation"]["plain_dp"] == {
+        "fits": False, "why": "3 replicas of equal micro-batches do not divide the batch"}

@@ -218,6 +218,44 @@ def test_the_bytes_of_a_stage_are_those_of_the_record(name, devices, fixed):
         move.bytes for move in moves if move.op not in ("the pipeline", "the loss of a pipeline")), told
 
 
+class Beside(nn.Module):
+    """More experts than run where equal layers are a chain: stacked, added up, or each added to what it takes."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.gate = how, nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(5))
+
+    def forward(self, x):
+        weights = self.gate(x).softmax(-1)
+        if self.how == "stacked":
+            return torch.stack([m(x) * weights[..., :1] for m in self.experts]).sum(0)
+        for m in self.experts if self.how == "chain" else ():
+            x = m(x)
+        for m in self.experts if self.how == "residual" else ():
+            x = x + m(x)
+        return sum(m(x) for m in self.experts) if self.how == "added" else x * weights[..., :1]
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2, "zero": 1}], ids=str)
+@pytest.mark.parametrize("how", ["stacked", "added", "residual", "chain"])
+def test_the_bytes_of_equal_members_that_are_no_chain_are_those_of_the_record(how, mesh):
+    model, x, y = Beside(how), *torch.randn(2, 8, 6, 8)
+    here = dataclasses.replace(KNOWN["dgx-a100"], transport="one process")
+    devices = mesh["tp"] * mesh.get("dp", 1)
+    planned = gt.strategy(model, x, here, devices, loss=F.mse_loss, targets=y, **mesh,
+                          micro_batch=8 // mesh.get("dp", 1))
+    runner, optimizer = planned.apply(model, F.mse_loss, torch.optim.SGD)
+    for _ in range(2):
+        with gt.record() as moves:
+            runner.step(x, y)
+            optimizer.step()
+            optimizer.zero_grad()
+    stated, = planned["stages"]
+    assert stated["bytes"]["tp"] + stated["bytes"]["dp"] == sum(
+        move.bytes for move in moves if move.op not in ("the pipeline", "the loss of a pipeline"))
+
+
 WIDE = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))      # along tp a pending sum comes out of it
 
 
@@ -438,6 +476,50 @@ def test_units_are_what_a_pipeline_can_cut():
         ("token", "position.weight"), ("blocks.0",), ("blocks.1",), ("blocks.2",), ("norm",), ("head",)]
     whole = units_of(Residual(4))
     assert [part for unit in whole.units for part in unit.parts] == ["a", "b"]
+
+
+class Listed(nn.Module):
+    """Linear layers in a list, whose forward torch.fx does not follow. `uses`: what it does with them."""
+
+    def __init__(self, uses):
+        super().__init__()
+        self.uses, self.layers, self.head = uses, nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(self.uses(self.layers, x if x.shape[0] < 100 else x + 1))
+
+
+def one_behind_the_other(layers, x):
+    for layer in layers:
+        x = layer(x).relu() if layer is layers[3] else layer(x)
+    return x
+
+
+USES = {
+    "one behind the other": (one_behind_the_other, ""),
+    "beside each other": (lambda layers, x: torch.stack([layer(x) for layer in layers]).sum(0),
+                          "layer 1, a Linear, does not"),
+    "two of the first": (lambda layers, x: layers[3](layers[2](x := layers[0](x)) + layers[1](x)),
+                         "SkippedLayer"),
+    "the second again": (lambda layers, x: layers[3](layers[2](layers[1](layers[0](x)))) + layers[1](x),
+                         "does not run right"),
+    "not the last but one": (lambda layers, x: [x := layers[0](x), layers[1](x), y := layers[2](x), layers[3](y)][-1],
+                             "layer 2, a Linear, does not take what layer 1 gave"),
+    "something between": (lambda layers, x: layers[3](layers[2](layers[1](layers[0](x))) * 2), "SkippedLayer"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_only_layers_that_run_one_behind_the_other_are_units(use):
+    """They would be planned as stages that cannot run; one that can is run."""
+    torch.manual_seed(0)
+    uses, why = USES[use]
+    model, x, y = Listed(uses).double(), *torch.randn(2, 8, 8, dtype=torch.float64)
+    planned = gt.strategy(model, x, devices=2, loss=F.mse_loss, targets=y, **({} if why else {"pp": 2}))
+    assert why in planned.get("why_whole", "") and bool(why) == bool(planned.get("why_whole"))
+    want = F.mse_loss(model(x), y).detach()
+    runner, _ = planned.apply(model, F.mse_loss, torch.optim.SGD)
+    torch.testing.assert_close(runner.step(x, y).full_tensor(), want)
 
 
 def test_selective_recomputation_lies_between_none_and_full():

@@ -245,6 +245,31 @@ def skips_in_evaluation(net, x):
     return net.head(chain(net, x) if net.training else x)
 
 
+FACTORIES = {
+    "tril_indices": lambda x: x[:, torch.tril_indices(4, 4, -1)[0]],
+    "triu_indices": lambda x: x[:, torch.triu_indices(4, 4, 1)[1]],
+    "logspace": lambda x: x * torch.logspace(0, 1, 6), "hann_window": lambda x: x * torch.hann_window(x.shape[1]),
+    "kaiser_window": lambda x: x + torch.kaiser_window(6), "scalar_tensor": lambda x: x * torch.scalar_tensor(2.0),
+    "as_tensor": lambda x: x * torch.as_tensor([1.0, 2, 3, 4, 5, 6]), "asarray": lambda x: x * torch.asarray([2.0]),
+    "fftfreq": lambda x: x + torch.fft.fftfreq(6), "normal": lambda x: x + torch.normal(0.0, 1.0, (6,)),
+    "signal.windows": lambda x: x * torch.signal.windows.hann(6),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_a_model_may_make_tensors_by_any_factory(name):
+    model = Net(lambda net, x: net.head(chain(net, FACTORIES[name](net.first(x))) + FACTORIES[name](x))).eval()
+    x = torch.randn(5, 6)
+    torch.manual_seed(SEED)
+    want = model(x)
+    torch.manual_seed(SEED)
+    out = (x,)
+    for stage in cut_traced(model, 3):
+        out = stage(*out)
+        out = out if isinstance(out, tuple) else (out,)
+    assert torch.equal(out[0], want)
+
+
 def adds_in_place(net, x):
     x = net.first(x)
     y = chain(net, x)

@@ -28,7 +28,10 @@ _FIX = "the stages by hand: [first, second]"
 
 
 class SkippedLayer:
-    """What a layer of an earlier stage gives: nothing but a thing to hand on."""
+    """What a layer of an earlier stage gives: nothing but a thing to hand on. `number`: of that layer."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
     def __getitem__(self, index: Any) -> SkippedLayer:
         return self
@@ -169,11 +172,11 @@ class LayerStage(nn.Module):
 
         def skip(k: int) -> SkippedLayer:
             enter(k)
-            return SkippedLayer()
+            return SkippedLayer(k)
 
         def begin(layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
             torch.set_rng_state(random)              # what was drawn before, an earlier stage has drawn too
-            return _with_first(layer, received, args, named)
+            return _with_first(layer, self.begin - 1, received, args, named)
 
         own = range(self.begin, self.end)
         hooks = [self.layers[k].register_forward_pre_hook(lambda *_, k=k: enter(k)) for k in own]
@@ -203,12 +206,19 @@ def _end(result: Any, out: list[Any]) -> None:
     raise _StageEnds
 
 
-def _with_first(layer: nn.Module, received: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-    """The arguments of a stage's first layer: in the place of the first what the stage before gave."""
+def _with_first(layer: nn.Module, before: int, received: Any, args: tuple[Any, ...], named: dict[str, Any]
+                ) -> tuple[Any, Any]:
+    """The arguments of a stage's first layer: in the place of the first, which is of the layer before, what the stage
+    before gave."""
+    first = next(iter(inspect.signature(layer.forward).parameters))
+    taken = args[0] if args else named.get(first)
+    if getattr(taken, "number", None) != before:
+        raise StageError(f"layer {before + 1}, a {type(layer).__name__}, does not take what layer {before} gave",
+                         "layers of a list are stages where each takes the result of the one before", _FIX)
     if args:
         args = (received, *args[1:])
     else:
-        named = {**named, next(iter(inspect.signature(layer.forward).parameters)): received}
+        named = {**named, first: received}
     if any(isinstance(value, SkippedLayer) for value in (*args, *named.values())):
         raise StageError(f"a {type(layer).__name__} takes more than one thing of the layers before it",
                          "they are in another stage, which hands on the first alone", _FIX)

@@ -174,8 +174,8 @@ class PipelineRunner:
     stages     the modules, by stage
     schedule   as it was checked, with its sends and receives
     events     the actions of the last step in this process, with their times in seconds of one clock per host
-    seeds      of the random numbers of the last step, by micro-batch: a plain loop that calls `torch.manual_seed` with
-               them before each micro-batch draws the same
+    seeds      of the random numbers of the last step, by micro-batch: a loop over a global model that calls
+               `torch.manual_seed` with them before each micro-batch draws the same
     """
 
     def __init__(self, model: PipelineModel, schedule: Schedule, batch: str) -> None:

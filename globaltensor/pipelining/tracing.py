@@ -30,11 +30,9 @@ from torch import fx, nn
 
 from globaltensor.errors import where
 from globaltensor.pipelining.stages import StageError, balanced, parameters
-from globaltensor.runtime.torch_internals import traced_assert
+from globaltensor.runtime.torch_internals import device_constructors, traced_assert
 
 _PROPERTIES = ("shape", "ndim", "dtype", "device", "size", "dim", "numel")    # of a tensor; not tensors themselves
-_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm",
-              "tensor", "zeros")
 _ONCE = re.compile("rand|normal|bernoulli|multinomial|poisson|dropout|_assert")       # must not be repeated in a stage
 _FIX = "an nn.Sequential, or the stages by hand: [first, second]"
 
@@ -170,19 +168,21 @@ def _traced_graph(model: nn.Module, inputs: Collection[str]) -> fx.Graph:
 def _factories_traced(tracer: fx.Tracer) -> Iterator[None]:
     """Inside, torch.zeros and other factories become nodes, so that each run makes new tensors. Other threads are left
     alone."""
-    originals, this_thread = {name: getattr(torch, name) for name in _FACTORIES}, threading.get_ident()
+    factories, this_thread = {id(made_by) for made_by in (*device_constructors(), torch.normal)}, threading.get_ident()
+    originals = [(space, name, value) for space in (torch, torch.fft) for name, value in vars(space).items()
+                 if id(value) in factories]
 
     def node_for(factory: Any) -> Callable[..., Any]:
         return lambda *args, **kwargs: (tracer.create_proxy("call_function", factory, args, kwargs)
                                         if threading.get_ident() == this_thread else factory(*args, **kwargs))
 
     try:
-        for name, factory in originals.items():
-            setattr(torch, name, node_for(factory))
+        for space, name, factory in originals:
+            setattr(space, name, node_for(factory))
         yield
     finally:
-        for name, factory in originals.items():
-            setattr(torch, name, factory)
+        for space, name, factory in originals:
+            setattr(space, name, factory)
 
 
 def _name(node: fx.Node) -> str:

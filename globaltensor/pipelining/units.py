@@ -30,18 +30,24 @@ class Unit(NamedTuple):
 
 
 class Units(NamedTuple):
-    """All of a model; `why`: the reason where a model stays whole."""
+    """All of a model; `why`: the reason where a model stays whole; `of_list`: are they layers of a list? A run tells
+    whether each takes what the one before gave."""
 
     units: list[Unit]
     why: str = ""
+    of_list: bool = False
+
+    def as_one(self, why: str) -> Units:
+        """All of the model as one unit."""
+        return Units([Unit(self.units[0].name, tuple(part for unit in self.units for part in unit.parts))], why)
 
 
 def units_of(model: nn.Module, inputs: Sequence[str] = ()) -> Units:
     """The units of a plain model. `inputs`: names of inputs with a default value that will be passed."""
-    units, why = _units_in_use(model, inputs)
+    units, why, of_list = _units_in_use(model, inputs)
     known = tuple(f"{part}." for unit in units for part in unit.parts if part)
     unused = [name for name, _ in model.named_parameters() if not f"{name}.".startswith(known)] if known else []
-    return Units([Unit(units[0].name, (*units[0].parts, *unused)), *units[1:]], why)
+    return Units([Unit(units[0].name, (*units[0].parts, *unused)), *units[1:]], why, of_list)
 
 
 def _units_in_use(model: nn.Module, inputs: Sequence[str]) -> Units:
@@ -55,7 +61,7 @@ def _units_in_use(model: nn.Module, inputs: Sequence[str]) -> Units:
         return Units([_one_unit(model)], f"{error.what}: {error.why}")
     if layer_lists(model):
         try:
-            return Units(_of_list(model))
+            return Units(_of_list(model), of_list=True)
         except StageError as error:
             why = f"{error.what}: {error.why}"
     return Units([_one_unit(model)], why)

@@ -1,12 +1,14 @@
-"""Of a list of more than `REAL` equal layers only some run: the first two and the last.
+"""Of a list of more than `REAL` equal layers that run one behind the other only some run: the first two and the last.
 
-What enters another leaves it as it came, so layouts stay what they are, forward and backward; the second layer stands
-for it. (repeats.py does without even these, but knows no layouts.)
+What enters another leaves it as it came, if the second one gives what it takes, laid out as that was: so layouts stay
+what they are, forward and backward, and the second layer stands for it. Layers that are used otherwise, such as experts
+beside each other, all run. (repeats.py does without even these, but knows no layouts.)
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 
 from globaltensor.planner.repeats import LISTS, structure_of
 from globaltensor.runtime.torch_internals import tree_flatten, tree_leaves, tree_unflatten
+from globaltensor.tensors.global_tensor import GlobalTensor
 
 REAL = 3
 
@@ -46,13 +49,13 @@ def passing(model: nn.Module, groups: list[list[str]]) -> Iterator[dict[str, lis
     modules = dict(model.named_modules())
     try:
         for group in groups:
-            known: list[Any] = []
+            state = _Chain()
             second = modules[group[1]]
-            second.forward = _noting(second.forward, known)
+            second.forward = partial(state.run_second, second.forward)
             changed.append(second)
             for name in group[2:-1]:
                 member = modules[name]
-                member.forward = _pass_on(member.forward, known, name, passed.setdefault(group[1], []))
+                member.forward = partial(state.pass_on, member.forward, name, passed.setdefault(group[1], []))
                 changed.append(member)
         yield passed
     finally:
@@ -60,23 +63,38 @@ def passing(model: nn.Module, groups: list[list[str]]) -> Iterator[dict[str, lis
             del member.forward
 
 
-def _noting(forward: Callable[..., Any], known: list[Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+class _Chain:
+    """Equal layers while they run: what the second gave, and what the last that ran did."""
+
+    def __init__(self) -> None:
+        self.leaves: list[Any] = []
+        self.tree: Any = None
+        self.result: Any = None                      # the only tensor of the last one, if what it took lay so, too
+
+    def run_second(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """It runs."""
         result = forward(*args, **kwargs)
-        known[:] = [tree_flatten(result)]
+        self.leaves, self.tree = tree_flatten(result)
+        self.result = None
+        tensors, x = [t for t in self.leaves if isinstance(t, GlobalTensor)], _first((args, kwargs))
+        if len(tensors) == 1 and x is not None and _shape_and_layout(x) == _shape_and_layout(tensors[0]):
+            self.result = tensors[0]
         return result
 
-    return call
-
-
-def _pass_on(forward: Callable[..., Any], known: list[Any], name: str, passed: list[str]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        x = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)), None)
-        leaves, tree = known[0]
-        alike = [t for t in leaves if isinstance(t, torch.Tensor)]
-        if x is None or len(alike) != 1 or alike[0].shape != x.shape or alike[0].dtype != x.dtype:
+    def pass_on(self, forward: Callable[..., Any], name: str, passed: list[str], *args: Any, **kwargs: Any) -> Any:
+        """Another does not, if it takes what the one before gave."""
+        x = _first((args, kwargs))
+        if x is None or x is not self.result:
+            self.result = None
             return forward(*args, **kwargs)
-        passed.append(name)
-        return tree_unflatten([x if isinstance(t, torch.Tensor) else t for t in leaves], tree)
+        if name not in passed:
+            passed.append(name)
+        return tree_unflatten([x if isinstance(t, torch.Tensor) else t for t in self.leaves], self.tree)
 
-    return call
+
+def _first(arguments: Any) -> Any:
+    return next((t for t in tree_leaves(arguments) if isinstance(t, GlobalTensor)), None)
+
+
+def _shape_and_layout(t: GlobalTensor) -> Any:
+    return tuple(t.shape), t.dtype, t.spec.layout

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from globaltensor.planner.pricing import Candidate, Task
@@ -182,9 +183,11 @@ def _plain_dp(of: Searchable, best: Any) -> dict[str, Any]:
     """What one replica on each device takes, with what was fixed of a micro-batch."""
     plain = Fixed(dp=of.devices, tp=1, pp=1, zero=0, micro_batch=of.fixed.micro_batch, recompute=of.fixed.recompute)
     try:
-        one = of.fastest(plain, float("inf"))
+        one = of.fastest(plain, inf)
         if one is None:
             needs = of.least_memory(plain)
+            if needs == inf:                         # there is no such plan, whatever a device has
+                return {"fits": False, "why": f"{of.devices} replicas of equal micro-batches do not divide the batch"}
             return {"fits": False, "needs": needs, "device": of.memory,
                     "why": f"a device holds the whole model: at least {bytes_text(needs)}, of the "
                            f"{bytes_text(of.memory)} that it has"}

@@ -25,7 +25,7 @@ from torch import nn
 from globaltensor.errors import ArgumentError, ErrorNote, GlobalTensorError, expect, expect_amount, expect_path
 from globaltensor.layouts.placement import placement
 from globaltensor.parallel.zero3 import is_in_a_layer
-from globaltensor.pipelining.units import units_of
+from globaltensor.pipelining.units import Units, units_of
 from globaltensor.planner.capture import read_inputs
 from globaltensor.planner.graph import CaptureError
 from globaltensor.planner.model_explaining import ModelSearchable, explanation_of_model
@@ -36,6 +36,7 @@ from globaltensor.planner.plotting import draw_model_plan
 from globaltensor.planner.program_costs import Program
 from globaltensor.planner.space import BatchError, Fixed, chunks_of
 from globaltensor.planner.strategy import Strategy
+from globaltensor.planner.unit_costs import run_layers
 from globaltensor.planner.unit_sums import UnitCost
 from globaltensor.planner.whole_search import PlannedMachines
 from globaltensor.runtime.agreement import broadcast_object, uncoordinated
@@ -178,7 +179,18 @@ def _program(model: nn.Module, batch: Any, loss: Callable[..., Any] | None, targ
                             "of them by name, with the samples along dim 0", "gt.strategy(model, torch.zeros(8, 32))")
     inputs = batch if isinstance(batch, Mapping) else read_inputs(batch)[0]
     names = list(batch) if isinstance(batch, Mapping) else []
-    return Program(model, inputs, int(tensors[0].shape[0]), loss, targets, units_of(model, names))
+    return Program(model, inputs, int(tensors[0].shape[0]), loss, targets, _checked_units(model, inputs, names))
+
+
+def _checked_units(model: nn.Module, inputs: Any, names: list[str]) -> Units:
+    units = units_of(model, names)
+    if units.of_list:
+        try:
+            run_layers(model, units.units, inputs)
+        except CaptureError as error:                # one of the whole model is raised when that is run
+            return units.as_one(f"the layers of a {type(model).__name__} are no stages: "
+                                f"{error.why.removeprefix('StageError: ')}")
+    return units
 
 
 def _check_arguments(devices: object, memory: object, seconds: object, pins: object, plot: object) -> None:

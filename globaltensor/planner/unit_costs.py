@@ -30,7 +30,8 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import split
 from globaltensor.parallel.plan import parallelize
 from globaltensor.parallel.zero import split_layout
-from globaltensor.pipelining.layer_lists import without_cache
+from globaltensor.pipelining.layer_lists import SkippedLayer, cut_by_layers, without_cache
+from globaltensor.pipelining.stages import StageError
 from globaltensor.pipelining.units import Unit
 from globaltensor.planner.capture import capture_errors, loss_within, read_inputs
 from globaltensor.planner.cost_tracer import CostTracer
@@ -56,10 +57,7 @@ def run_costs(model: nn.Module, units: Sequence[Unit], batches: Sequence[tuple[A
     """
     with hypothetical_placements(), torch.enable_grad():
         on = mesh.of_type("meta")
-        stand_ins: dict[int, Any] = {id(p): nn.Parameter(_without_values_of(p), p.requires_grad)
-                                     for p in model.parameters()}
-        stand_ins |= {id(b): _without_values_of(b) for b in model.buffers()}
-        copied = copy.deepcopy(model, stand_ins)
+        copied = _copy_on_meta(model)
         groups = equal_layers(copied)
         parallelize(copied, on, plan)
         _split_along_dp(p for name, p in copied.named_parameters() if name in parted)
@@ -70,6 +68,29 @@ def run_costs(model: nn.Module, units: Sequence[Unit], batches: Sequence[tuple[A
                 passed = _run_step(copied, tracer, groups, without_cache(model), inputs, loss, targets)
             several.append(RunCosts(UnitSums(tracer, copied, units, passed, OpCosts(cluster, on)).units, tracer.whole))
         return several
+
+
+def run_layers(model: nn.Module, units: Sequence[Unit], inputs: Any) -> None:
+    """Run units that are layers of a list without memory, each as a stage. Raises CaptureError where one cannot be."""
+    with hypothetical_placements(), torch.no_grad():
+        copied, on = _copy_on_meta(model), placement("meta", [0])
+        parallelize(copied, on, {})
+        tracer = CostTracer(replicated(on))
+        args, named = tree_map_only(torch.Tensor, lambda t: tracer.input(t, tracer.where), read_inputs(inputs))
+        with capture_errors(model), kernels_of("cpu"), tracer:
+            for stage in cut_by_layers(copied, [unit.name for unit in units[1:]], inputs=list(named)):
+                result = stage(*args, **named)
+                args, named = result, {}
+            if any(isinstance(leaf, SkippedLayer) for leaf in tree_leaves(as_tree(result))):
+                raise StageError("the result has parts of several layers", "the last stage has what the last gave")
+
+
+def _copy_on_meta(model: nn.Module) -> nn.Module:
+    """A copy on the meta device."""
+    stand_ins: dict[int, Any] = {id(p): nn.Parameter(_without_values_of(p), p.requires_grad)
+                                 for p in model.parameters()}
+    stand_ins |= {id(b): _without_values_of(b) for b in model.buffers()}
+    return copy.deepcopy(model, stand_ins)
 
 
 def _split_along_dp(parameters: Iterable[Any]) -> None:

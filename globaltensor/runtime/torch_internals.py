@@ -25,7 +25,7 @@ from torch._library import opaque_object, simple_registry
 from torch._library.effects import EffectType
 from torch._ops import OpOverload as OpOverload, OpOverloadPacket as OpOverloadPacket, _higher_order_ops
 from torch.optim import optimizer
-from torch.utils import _foreach_utils
+from torch.utils import _device, _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import (
     tree_flatten as tree_flatten,
@@ -47,8 +47,8 @@ DisableTorchDispatch = _c._DisableTorchDispatch
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 deny_data_ptr = _c._set_throw_on_mutable_data_ptr
 dispatch_key = _c._parse_dispatch_key
-CONJ: Any = dispatch_key("Conjugate")
-NEG: Any = dispatch_key("Negative")
+CONJ, NEG = dispatch_key("Conjugate"), dispatch_key("Negative")
+device_constructors: Callable[[], set[Any]] = _device._device_constructors
 neg_view = torch._neg_view
 _included, _excluded = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
 DispatchKeySet = _c.DispatchKeySet
