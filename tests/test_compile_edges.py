@@ -243,3 +243,60 @@ def test_a_deep_copy_ends_the_graph():
     torch.compiler.reset()
     got = torch.compile(lambda x: copy.deepcopy(x) * 3, backend="aot_eager")(gt.from_full(X, TWO, S(0)))
     torch.testing.assert_close(got.full_tensor(), X * 3)
+
+
+ACTIVATION_WRITES = {
+    "used afterwards": (lambda y, b: y.add_(b), lambda y, got: y.relu()),
+    "used, with other results": (lambda y, b: (y.add_(b).sum(), y + 1), lambda y, got: (y * 3, *got)),
+    "given back": (lambda y, b: y.add_(b).relu_(), lambda y, got: (y, got)),
+    "a part of it": (lambda y, b: y[1:].add_(b), lambda y, got: y * 3),
+    "not used afterwards": (lambda y, b: y.add_(b).sin(), lambda y, got: got),
+}
+
+
+@pytest.mark.parametrize("sbp", [S(0), S(1), B, P], ids=str)
+@pytest.mark.parametrize("write", ACTIVATION_WRITES)
+def test_a_graph_writes_to_an_activation(write, sbp):
+    function, after = ACTIVATION_WRITES[write]
+
+    def program(f, x, b):
+        y = x * 2
+        return after(y, f(y, b))
+
+    torch.compiler.reset()
+    f, b = torch.compile(function, backend="aot_eager"), torch.linspace(-0.5, 1.0, 6)
+    want = outcome(lambda *own: program(function, *own), X.clone().requires_grad_(), b.clone().requires_grad_())
+    got = outcome(lambda *own: program(f, *own), gt.from_full(X, TWO, sbp).requires_grad_(),
+                  gt.from_full(b, TWO, B).requires_grad_())
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("after", [lambda y, got: got, lambda y, got: y * got], ids=["not used", "used"])
+def test_a_write_to_an_activation_that_a_graph_has_saved_is_an_error_as_in_plain_torch(after):
+    for x, b in [(X.clone(), X + 1), [gt.from_full(t, TWO, S(0)) for t in (X, X + 1)]]:
+        torch.compiler.reset()
+        f = torch.compile(lambda y, b: y.mul_(b).sin(), backend="aot_eager")
+        y = x.requires_grad_() * 2
+        given = after(y, f(y, b.requires_grad_())).sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            given.backward()
+
+
+def test_what_torch_guesses_of_gradients_is_ours_in_graphs_of_global_tensors_only():
+    config = torch._functorch.config
+    for x, ours in [(X, False), (gt.from_full(X, TWO, S(0)), True), (X, False)]:
+        torch.compiler.reset()
+        torch.compile(lambda y: y * 2, backend="aot_eager")(x)
+        assert config.disable_guess_zero_tangent_for_mutated_input_subclass == ours
+
+
+STRIDED = {
+    "strided": lambda x: x.as_strided((2, 3), (6, 1)) * 2, "with an offset": lambda x: x.as_strided((2,), (7,), 2) * 2,
+    "copy": lambda x: torch.as_strided_copy(x, (3, 2), (1, 6)),
+}
+
+
+@pytest.mark.parametrize("sbp", [S(0), S(1)], ids=str)
+@pytest.mark.parametrize("name", STRIDED)
+def test_a_graph_speaks_of_the_memory_of_what_it_takes(name, sbp):
+    same_as_plain(STRIDED[name], [X], [sbp], TWO)

@@ -24,7 +24,7 @@ import torch
 from globaltensor.errors import InPlaceError
 from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Shards, Spec, spec
-from globaltensor.layouts.symbols import has_symbols
+from globaltensor.layouts.symbols import expected, has_symbols
 from globaltensor.runtime import lineage, trace_order
 from globaltensor.runtime.memory_writes import MemoryWrites, count_write, watched_writes
 from globaltensor.runtime.native import torch_ext
@@ -246,8 +246,12 @@ def take_memory(t: Any, of: Any) -> None:
 
 def has_own_memory(t: Any) -> bool:
     """Is it all that its memory holds: no boxed view, and no view of a larger tensor?"""
-    return t.origin is None and all(shard.untyped_storage().nbytes() == shard.nbytes for shard in t.shards.values()
-                                    if shard.numel())
+    return t.origin is None and all(_fills_memory(shard) for shard in t.shards.values())
+
+
+def _fills_memory(shard: torch.Tensor) -> bool:
+    elements = prod(expected(shard.shape))           # in a graph a dim may be a symbol
+    return not elements or expected((shard.untyped_storage().nbytes(),)) == (elements * shard.itemsize,)
 
 
 def note_write(t: Any) -> None:

@@ -52,7 +52,7 @@ from globaltensor.runtime.torch_internals import (
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors import attention, lookup, products
 from globaltensor.tensors.full_value import FromFull
-from globaltensor.tensors.graph_edges import is_view_to_torch, watch_graph_edges
+from globaltensor.tensors.graph_edges import expect_global_tangents, is_view_to_torch, watch_graph_edges
 from globaltensor.tensors.graph_gradients import read_for_guard, read_for_new_graph
 from globaltensor.tensors.redistribution import to_layout
 from globaltensor.tracebacks import api_boundary
@@ -84,6 +84,7 @@ def let_torch_trace(cls: Any) -> None:
             inductor_merges()
             register_product_pass()
             watch_graph_edges()
+            expect_global_tangents(True)             # torch looks for a graph on disk by its settings
             for shard in x.shards.values() if not isinstance(x, torch.nn.Parameter) else ():
                 let_sizes_be_symbols(shard)          # of parameters it would only be more to guard
         elif not x.traced:

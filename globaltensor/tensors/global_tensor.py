@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from globaltensor.algorithms.aliasing import BoxedView, Origin, note_write, take_memory
 from globaltensor.algorithms.completed import Completed
@@ -266,7 +267,10 @@ class GlobalTensor(TorchMethods):
         if isinstance(src, GlobalTensor) and src.placement != self.placement:
             dst = self.spec.layout.without_partials
             src = to_layout(src, dst if src.shape == self.shape else dst.replicated)
-        return super().copy_(src, non_blocking)
+        super().copy_(src, non_blocking)
+        if self.origin is None and not (self.traced or self.is_inference()):    # a graph writes so to what it took,
+            increment_version(self.shards.values())  # and has saved shards, of which torch looks at the version
+        return self
 
     def new_tensor(self, data: Any, *, dtype: torch.dtype | None = None,  # type: ignore[override]  # options by name
                    **options: Any) -> torch.Tensor:

@@ -70,6 +70,7 @@ def watch_graph_edges() -> None:
 
     @wraps(run)
     def run_to_the_edge(self: Any, *args: Any, **options: Any) -> Any:
+        expect_global_tangents(any(is_global(t) for t in args if isinstance(t, torch.Tensor)))
         pieces = [_places_of(t) for t in args]       # before a write, which gives a traced tensor a new memory
         results = run(self, *args, **options)
         _read_views(results)
@@ -88,6 +89,21 @@ def watch_graph_edges() -> None:
 
     tracer.run, torch.autograd.graph.increment_version = run_to_the_edge, count_and_note
     take_higher_order_op(invoke_subgraph, TRACED_KEY, lambda region, name, *operands: region(*operands))
+
+
+_told_torch = False                                  # what we have set, and not the program
+
+
+def expect_global_tangents(ours: bool) -> None:
+    """Have torch take the gradient of an argument that a graph writes to for a global tensor, in a graph of ours. It
+    guesses a plain one, of zeros, which is so where what was written is not used afterwards; that one can be laid out
+    as a global one, but not the other way round. Graphs of other subclasses are left to its guess."""
+    global _told_torch
+    config: Any = sys.modules["torch._functorch.config"]
+    if ours and not config.disable_guess_zero_tangent_for_mutated_input_subclass:
+        config.disable_guess_zero_tangent_for_mutated_input_subclass = _told_torch = True
+    elif not ours and _told_torch:
+        config.disable_guess_zero_tangent_for_mutated_input_subclass = _told_torch = False
 
 
 def is_view_to_torch(x: Any) -> bool:
