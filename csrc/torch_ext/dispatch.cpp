@@ -185,8 +185,10 @@ void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
   const size_t first = stack->size() - count;
   const c10::IValue* args = stack->data() + first;
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return call_torch(op, keys, stack);
-  if (C10_UNLIKELY(op == unsafe_view)) return dispatch(view, keys, stack);  // autograd alone tells them apart
-  if (C10_UNLIKELY(op == view) && take_base(stack)) return dispatch(op, keys, stack);
+  if (C10_UNLIKELY(op == view || op == unsafe_view) && is_global(args[0].toTensor().unsafeGetTensorImpl())) {
+    if (op == unsafe_view) return dispatch(view, keys, stack);   // autograd alone tells them apart
+    if (take_base(stack)) return dispatch(op, keys, stack);
+  }
   CallLineage lineage;
   if (!make_key(op, args, count, key, lineage)) {
     if (C10_UNLIKELY(mixes_in_dtensor(args, count))) return call_python(op, stack);
