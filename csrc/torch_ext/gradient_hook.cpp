@@ -27,6 +27,14 @@ struct GradientHook final : torch::autograd::PostAccumulateGradHook {
     if (!as_wanted) throw python_error();
     wanted = as_wanted.ptr() == Py_True ? global(leaf.grad())->spec : SpecRef();
   }
+
+  // Asked by compiled autograd, which would have to trace what stands here.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false, "compiled autograd of global parameters: the layout of a gradient is seen to outside of graphs; try "
+               "torch._dynamo.config.compiled_autograd = False, with which torch.compile still compiles the backward "
+               "pass of what it compiles");
+  }
 };
 
 }  // namespace

@@ -55,12 +55,17 @@ c10::Device device_of(const Spec* spec, const Shards& shards) {
   return only_one ? c10::Device(spec->device) : c10::Device(spec->device, device_here);
 }
 
-// Memory of the right size that is not there, as torch's own wrappers have it. Who would write to it gets an error.
+// Memory of the right size that is not there, as torch's own wrappers have it. Who would read it or write to it in C++
+// gets this error; torch.jit.save would go on with a null pointer.
+constexpr const char* kNoMemory =
+    "torch.jit.save, DLPack or other code in C++ that reads the memory of a global tensor: it has no memory of "
+    "its own; try a module of plain tensors (x.full_tensor()), gt.save, or the shards: x.shards[rank]";
+
 c10::Storage no_memory(const Spec* spec, const Shards& shards) {
   const size_t bytes = spec->like->numel() * c10::elementSize(spec->dtype);
   c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device_of(spec, shards)), nullptr,
                        false);
-  storage.unsafeGetStorageImpl()->set_throw_on_mutable_data_ptr();
+  storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(kNoMemory);
   return storage;
 }
 

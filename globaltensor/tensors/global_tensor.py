@@ -214,7 +214,8 @@ class GlobalTensor(TorchMethods):
         if not isinstance(value, GlobalTensor):
             raise GlobalTensorError("x.data = t of a global tensor x and a plain tensor t",
                                     f"x would have the memory of t, and has parts on {self.spec.layout}",
-                                    "x.data.copy_(t), or x.data = gt.from_full(t, x.placement, x.sbp)")
+                                    "x.data.copy_(t), or x.data = gt.from_full(t, x.placement, x.sbp); "
+                                    "a library's resize_token_embeddings before gt.parallelize")
         note_write(self)                             # who watches its memory watches other memory from now on
         with DisableTorchFunctionSubclass():
             _data.__set__(self, value)
