@@ -43,6 +43,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::tensor_list;
 
 PyObject* lookup = nullptr;                          // the embedding of a split vocabulary: (weight, indices, padding)
+PyObject* pick = nullptr;                            // x[i, j] along a cut dim: (x, *indices)
 
 Tensor contract_op(const std::string& equation, const Tensor& a, const Tensor& b) {
   static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("globaltensor::contract", "")
@@ -278,6 +279,31 @@ Tensor embedding(const Tensor& weight, const Tensor& indices, c10::SymInt paddin
   return at::embedding_symint(weight, indices, padding, by_frequency, sparse && !of_global);
 }
 
+// Are these several numbers of elements, of dims of which one is cut? Then the gradient lies as x does.
+bool picks_along_cut(const Tensor& x, const c10::List<std::optional<Tensor>>& indices) {
+  if (indices.size() < 2 || !is_global(x.unsafeGetTensorImpl()) || int64_t(indices.size()) > x.dim()) return false;
+  if (!at::GradMode::is_enabled() || !needs_grad(x) || beyond_backward(x)) return false;
+  bool cut = false;
+  for (size_t d = 0; d < indices.size(); d++) {
+    const std::optional<Tensor> index = indices.get(d);
+    if (!index || !index->defined()) return false;
+    if (index->scalar_type() != c10::kLong && index->scalar_type() != c10::kInt) return false;
+    cut = cut || global(x)->spec->parts[d] > 1;
+  }
+  return cut;
+}
+
+Tensor index(const Tensor& x, const c10::List<std::optional<Tensor>>& indices) {
+  if (C10_UNLIKELY(picks_along_cut(x, indices))) {
+    py::gil_scoped_acquire lock;
+    py::list numbers;
+    for (size_t d = 0; d < indices.size(); d++) numbers.append(*indices.get(d));
+    return py::handle(pick)(x, *numbers).cast<Tensor>();
+  }
+  c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
+  return x.index(indices);
+}
+
 }  // namespace
 
 std::optional<EquationSides> sides_of(const std::string& equation) {
@@ -309,6 +335,7 @@ void bind_products(py::module_& m) {
   }, "What was deferred, as (leaf, equation, a, b); from here on nothing is.");
   m.def("on_lookup", [](py::object hook) { lookup = hook.release().ptr(); },
         "What an embedding of a split vocabulary calls.");
+  m.def("on_pick", [](py::object hook) { pick = hook.release().ptr(); }, "What x[i, j] along a cut dim calls.");
 }
 
 }  // namespace gt
@@ -326,4 +353,5 @@ TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, m) {
   m.impl("matmul", &gt::matmul);
   m.impl("einsum", &gt::einsum);
   m.impl("embedding", &gt::embedding);
+  m.impl("index.Tensor", &gt::index);
 }

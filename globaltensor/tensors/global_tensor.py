@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from globaltensor.algorithms.aliasing import BoxedView, Origin, note_write, take_memory
 from globaltensor.algorithms.completed import Completed
@@ -269,8 +268,8 @@ class GlobalTensor(TorchMethods):
             dst = self.spec.layout.without_partials
             src = to_layout(src, dst if src.shape == self.shape else dst.replicated)
         super().copy_(src, non_blocking)
-        if self.origin is None and not (self.traced or self.is_inference()):    # a graph writes so to what it took,
-            increment_version(self.shards.values())  # and has saved shards, of which torch looks at the version
+        if self.origin is None and not (self.traced or self.is_inference()):
+            torch.autograd.graph.increment_version(self.shards.values())     # a graph may have saved them
         return self
 
     def new_tensor(self, data: Any, *, dtype: torch.dtype | None = None,  # type: ignore[override]  # options by name
@@ -381,11 +380,9 @@ flatten.let_torch_trace(GlobalTensor)
 _aten = torch.library.Library("aten", "IMPL", "TESTING_ONLY_GenericWrapper")
 _kernels: dict[Any, Callable[..., Any]] = {func: partial(arrive, GlobalTensor, func)
                                            for func in READS_MEMORY + LOSES_OUT}
-_kernels |= recurrent.KERNELS | value_reads.KERNELS | lookup.KERNELS | chosen.KERNELS
-for _func, _kernel in _kernels.items():
+for _func, _kernel in (_kernels | recurrent.KERNELS | value_reads.KERNELS | lookup.KERNELS | chosen.KERNELS).items():
     _aten.impl(_func.name(), _kernel)
 flex_attention.take_flex_attention()
-
 if torch_ext is None:
     _everything = torch.library.Library("_", "IMPL", "TESTING_ONLY_GenericWrapper")
     _everything.fallback(torch.library.fallthrough_kernel)
@@ -397,7 +394,7 @@ else:                                                # the same class, with its 
     native_class.wrap = torch_ext.wrap
     native_class.__torch_function__ = no_torch_function
     native_class.__setitem__ = value_reads.assign
-    native_class.__getitem__ = lookup.item
     torch_ext.on_view_read(api_boundary(remake))
     torch_ext.on_arrival(_at_our_key)
     torch_ext.on_lookup(api_boundary(lookup.Lookup.apply))
+    torch_ext.on_pick(api_boundary(lookup.PickedElements.apply))
