@@ -634,8 +634,6 @@ QUIET = {
                                                    ((2, 4, 6), S2), ((4, 1, 3), B)),
     "windows side by side": (lambda x: x.unfold(1, 2, 2) * 2, ((5, 8), S1)),
     "patches side by side": (lambda x: F.fold(F.unfold(x, 2, stride=2) * 2, (8, 6), 2, stride=2), ((2, 3, 8, 6), S2)),
-    "nearest by a whole number": (lambda x: F.interpolate(x, scale_factor=2), ((2, 3, 4, 5), S2)),
-    "nearest to a size": (lambda x: F.interpolate(x, size=(8, 7)), ((2, 3, 4, 5), S2)),
     "embedding, cut vocabulary": (F.embedding, (ints(8, 4, 3), B), ((8, 6), S0)),
     "embedding, cut columns": (F.embedding, (ints(8, 4, 3), B), ((8, 6), S1)),
     "embedding, split batch": (F.embedding, (ints(8, 4, 3), S0), ((8, 6), B)),

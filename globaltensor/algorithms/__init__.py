@@ -4,7 +4,7 @@
     layer_norm, batch_norm, group_norm   statistics are summed, nothing else is sent
     ring_attention    attention over a split sequence, one block of keys at a time
     summa             products of matrices on a grid of ranks
-    halo, pooling, magnified  images whose rows are split: only the rows at the seams cross ranks
+    halo, pooling     images whose rows are split: only the rows at the seams cross ranks
     grouped_mm        experts on ranks of their own
     scans             results that depend on the order of the parts: cumsum, argmax, topk
     histograms        counts of the parts

@@ -20,7 +20,6 @@ from globaltensor.algorithms import (
     histograms,
     layer_norm,
     local_impls,
-    magnified,
     masks,
     pooling,
     random_ops,
@@ -324,9 +323,8 @@ for _name in ("flash", "efficient", "cudnn"):
 for _n in (1, 2, 3):
     for _name in (f"upsample_{('linear1d', 'bilinear2d', 'trilinear3d')[_n - 1]}", f"upsample_nearest{_n}d",
                   f"_upsample_nearest_exact{_n}d", *(["upsample_bicubic2d"] if _n == 2 else [])):
-        _rows = {"decomposition": magnified.magnify, "applies": magnified.is_cut_into_rows} if "near" in _name else {}
-        lines(_name, layers.spatial(_n, "a"), **_rows)
-        lines(f"{_name}_backward", layers.spatial(_n, "a"), local_args=sized("input_size"), **_rows)
+        lines(_name, layers.spatial(_n, "a"))
+        lines(f"{_name}_backward", layers.spatial(_n, "a"), local_args=sized("input_size"))
     for _name in (f"reflection_pad{_n}d", f"replication_pad{_n}d"):
         lines(_name, layers.spatial(_n, "a"))
         lines(f"{_name}_backward", layers.spatial(_n, "a", operands=2))

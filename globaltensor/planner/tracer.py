@@ -54,6 +54,7 @@ class Tracer(UntracedMode):
         self.where = where or replicated(placement("meta", [0]))
         self.block: int | None = None                # that is being captured
         self._kept: list[Any] = []                   # alive, so that no id is used again
+        self._boxed: dict[tuple[int, int], Any] = {}            # by its base and number: what stands for a boxed view
         self._refs: dict[int, Ref] = {}
         self._modules: list[str] = []
         self.calls: Counter[str] = Counter()         # of each module, by its path
@@ -64,8 +65,19 @@ class Tracer(UntracedMode):
     # ------------------------------------------------------------------------------------------------ values
 
     def _identity(self, t: Any) -> Any:
-        """What stays when autograd makes another tensor of the same value."""
-        return next(iter(t.shards.values())) if isinstance(t, GlobalTensor) else t
+        """What stays when autograd makes another tensor of the same value. Of a boxed view it is not read: it may never
+        be, and moves nothing until then."""
+        if not isinstance(t, GlobalTensor):
+            return t
+        if (origin := t.origin) is None:
+            return next(iter(t.shards.values()))
+        return self._boxed.setdefault((id(origin.base), origin.nth), [origin.base])
+
+    def _memory(self, t: Any) -> int:
+        """Where it lies; a boxed view lies where its base does."""
+        while isinstance(t, GlobalTensor) and (origin := t.origin) is not None:
+            t = origin.base
+        return storage_id(self._identity(t))
 
     def name_value(self, t: Any, ref: Ref) -> None:
         """Remember that this tensor is an output of a node."""
@@ -144,7 +156,7 @@ class Tracer(UntracedMode):
         call = Call(func, args, kwargs)
         self.before_op(call)
         sources = [self.ref(t) for t in call.tensors]
-        memory = [storage_id(self._identity(t)) for t in call.tensors]
+        memory = [self._memory(t) for t in call.tensors]
         result = self.shapes_alone(func, args, kwargs) if values_decide(func) else self.call_op(func, args, kwargs)
         if func is torch.ops.aten.detach.default:    # as for every gradient that a leaf keeps: the same value
             self.name_value(result, sources[0])

@@ -68,8 +68,9 @@ MISTAKES = {
     "targets of its own": targets_of_its_own,
     "an index of its own": lambda: gt.zeros(4, 5, placement=where, sbp=B)[torch.tensor([me])],
     "another plain operand of two ranks": lambda: gt.zeros(4, placement=part, sbp=S(0)) * torch.full((4,), float(me)),
-    "into a plain tensor too": lambda: torch._foreach_add_(
-        [torch.ones(4), gt.ones(4, placement=part, sbp=B)], [gt.ones(4, placement=part, sbp=B)] * 2),
+    "into a plain tensor too": lambda: torch._fused_sgd_(
+        [torch.ones(4), gt.ones(4, placement=part, sbp=B)], [gt.ones(4, placement=part, sbp=B)] * 2, [], lr=0.1,
+        weight_decay=0.0, momentum=0.0, dampening=0.0, nesterov=False, maximize=False, is_first_step=False),
     "mixed placements": mixed,
     "forbidden boxing": forbidden,
 }
