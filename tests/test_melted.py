@@ -4,7 +4,10 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 from harness import PROGRAMS, PYTHON, RUN, environment, good
+
+import globaltensor as gt
 
 sys.path.insert(0, str(PROGRAMS))
 import melted
@@ -23,6 +26,12 @@ def test_random_views(seed):
 
 def test_attention_of_a_split_batch():
     melted.check_attention()
+
+
+def test_an_operand_that_does_not_fit_is_named_as_the_program_has_it():
+    x = gt.from_full(torch.rand(3, 8, 4), gt.placement("cpu", [0, 1]), gt.sbp.split(1)).view(24, 4)
+    with pytest.raises(RuntimeError, match=r"24, 4"):
+        torch.nn.functional.linear(x, gt.ones(3, 5, placement=x.placement, sbp=gt.sbp.broadcast))
 
 
 def test_without_native_code():

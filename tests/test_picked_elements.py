@@ -5,20 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_row_writes import GRID, LAYOUTS, THREE, B, P, S, i
 from torch.nn import functional as F
 
 import globaltensor as gt
 from globaltensor.errors import OutOfRangeError
-
-B, P, S = gt.sbp.broadcast, gt.sbp.partial_sum, gt.sbp.split
-THREE, GRID = gt.placement("cpu", [0, 1, 2]), gt.placement("cpu", [[0, 1], [2, 3]])
-LAYOUTS = [(THREE, S(0)), (THREE, S(1)), (THREE, S(2)), (THREE, B), (THREE, P), (gt.placement("cpu", range(8)), S(0)),
-           (GRID, (S(0), S(1))), (GRID, (S(1), S(0))), (GRID, (S(0), S(0))), (GRID, (S(2), S(1))), (GRID, (S(0), P))]
-
-
-def i(*numbers):
-    return torch.tensor(numbers)
-
 
 # indices of x [7, 5, 3]; `g` makes them global or leaves them plain
 PICKS = {

@@ -40,8 +40,7 @@ at::Tensor completed(const at::Tensor& t) {
 bool wants_values(const c10::OperatorHandle& op) {
   const std::string& name = op.schema().name();
   if (name.rfind("globaltensor::", 0) == 0) return name == "globaltensor::linear" || name == "globaltensor::contract";
-  return name != "aten::_unsafe_view" && name != "aten::lift" && name != "aten::unsafe_split" &&
-         name != "aten::unsafe_split_with_sizes" &&
+  return name != "aten::lift" && name != "aten::unsafe_split" && name != "aten::unsafe_split_with_sizes" &&
          (op.hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
           !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd));
 }

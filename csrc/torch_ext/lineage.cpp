@@ -135,8 +135,7 @@ void CallLineage::leave(const Stack& stack, size_t first) {
 OpLineage op_lineage(const c10::FunctionSchema& schema) {
   static const std::unordered_set<std::string> keeping = {"aten::clone", "aten::detach", "aten::alias", "aten::lift",
                                                           "aten::lift_fresh", "globaltensor::redistribute"};
-  // reshape is one or the other, by the strides that the rank's kernels have returned
-  const std::string& name = schema.name() == "aten::_unsafe_view" ? "aten::view" : schema.name();
+  const std::string& name = schema.name();
   return {hash_text(name + "." + schema.overload_name()), keeping.count(name) ? 0 : name == "aten::copy_" ? 1 : -1,
           schema.is_mutable()};
 }

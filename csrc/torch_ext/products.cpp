@@ -166,12 +166,12 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
     c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
     return at::linear(x, weight, bias);
   }
+  if (x.size(-1) != weight.size(1)) misfit("linear", "input", x, "weight", weight);
   if (x.dim() == 2 && weight.size(0) <= weight.size(1) && is_global(x.unsafeGetTensorImpl())) {
     // Rows that torch melted, as its attention does, and will part again: nothing need move for that.
     if (const auto sizes = sizes_of_rows(x); !sizes.empty())
       return gt::linear(x.view(sizes), weight, bias).view({x.size(0), weight.size(0)});
   }
-  if (x.size(-1) != weight.size(1)) misfit("linear", "input", x, "weight", weight);
   return linear_in_graph(autocast(x), autocast(weight), autocast(bias));
 }
 

@@ -128,7 +128,8 @@ def boxed_views(cls: Any, specs: list[Spec], func: OpOverload, values: tuple[Any
 
 def view_of_base(func: OpOverload, args: Any) -> tuple[OpOverload, Any]:
     """A `view` of a boxed `view` as one of that one's base, where every part of the base stays where it is then:
-    nothing moves. `_unsafe_view` is `view` here: autograd alone tells them apart."""
+    nothing moves. `_unsafe_view` is `view` here and below: autograd alone tells them apart, and `reshape` is one or the
+    other by the strides that the rank's kernels have returned."""
     if func is aten._unsafe_view.default:
         func = aten.view.default
     if func is not aten.view.default or not is_global(args[0]) or (origin := args[0].origin) is None:

@@ -26,7 +26,7 @@ from globaltensor.runtime.torch_internals import OpOverload, is_composite
 # Ops of ours that want values; the others want what each rank holds.
 _OF_VALUES = {"globaltensor::linear", "globaltensor::contract"}
 # Their schemas do not say so, but what they give shares the operand's memory.
-_SHARES_MEMORY = {"aten::_unsafe_view", "aten::lift", "aten::unsafe_split", "aten::unsafe_split_with_sizes"}
+_SHARES_MEMORY = {"aten::lift", "aten::unsafe_split", "aten::unsafe_split_with_sizes"}
 
 
 class Completed(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from globaltensor.algorithms.decompositions import extrema
 from globaltensor.algorithms.run import Run, of_values
 from globaltensor.layouts.global_like import is_global
 from globaltensor.rules.call import Call
@@ -31,8 +32,7 @@ def bincount(call: Call, run: Run) -> Any:
     if not _counts_split(call):
         return run.plain(call)
     x, weights = call["self"], call["weights"]
-    ends = [run(op, x, [0], True) for op in (aten.amin.default, aten.amax.default)]
-    ends = run.redistribute(ends, [x.spec.layout.replicated] * 2, str(call.func))
+    ends = run.redistribute(extrema(run, x, [0], True), [x.spec.layout.replicated] * 2, str(call.func))
     zeros = run(aten.zeros_like.default, run(aten.bincount.default, run(aten.cat.default, ends), None,
                                              call["minlength"]), dtype=_dtype_of_sums(weights))
     index = x if x.dtype in (torch.int32, torch.int64) else run(aten._to_copy.default, x, dtype=torch.int64)

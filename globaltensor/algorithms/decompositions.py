@@ -165,12 +165,17 @@ def whole_extremum(call: Call, run: Run) -> Any:
     return run(reduce, x, list(range(x.dim())), False)
 
 
+def extrema(run: Run, x: GlobalLike, dims: list[int], keep: bool = False) -> tuple[GlobalLike, GlobalLike]:
+    """The least and the greatest elements along dims."""
+    return run(aten.amin.default, x, dims, keep), run(aten.amax.default, x, dims, keep)
+
+
 @traceable
 def both_extrema(call: Call, run: Run) -> Any:
     """aminmax: of the parts, both left pending."""
     x, keep = call.tensors[0], bool(call["keepdim"])
     dims = dims_of(call, x.dim())
-    return tuple(run(reduce, x, dims, keep) for reduce in (aten.amin.default, aten.amax.default))
+    return extrema(run, x, dims, keep)
 
 
 @traceable

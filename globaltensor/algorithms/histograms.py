@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 
-from globaltensor.algorithms.decompositions import as_global
+from globaltensor.algorithms.decompositions import as_global, extrema
 from globaltensor.algorithms.run import Run
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shards, spec
 from globaltensor.layouts.sbp import partial_sum
 from globaltensor.rules.call import Call
-
-aten = torch.ops.aten
 
 
 def _counted_parts(call: Call, run: Run, ranged: bool) -> tuple[GlobalLike, GlobalLike | None]:
@@ -32,8 +30,7 @@ def _whole_range(run: Run, x: GlobalLike, op: str) -> dict[int, tuple[float, flo
     """The least and the greatest element of all parts, on each rank."""
     if x.device.type == "meta":
         return dict.fromkeys(x.shards, (0.0, 1.0))
-    ends = [run(reduce, x, list(range(x.dim())), False) for reduce in (aten.amin.default, aten.amax.default)]
-    low, high = run.redistribute(ends, [x.spec.layout.replicated] * 2, op)
+    low, high = run.redistribute(extrema(run, x, list(range(x.dim()))), [x.spec.layout.replicated] * 2, op)
     return {rank: (low.shards[rank].item(), high.shards[rank].item()) for rank in x.shards}
 
 

@@ -180,7 +180,7 @@ def _told_by_torch(recipe: Recipe, call: Call) -> bool:
             and not call.tensors[0].spec.lazy_bits and not any(own and own.lazy_bits for own in recipe.outputs or ()))
 
 
-_NO_VIEWS = {aten._unsafe_view.default, aten.slice_backward.default, aten.select_backward.default}
+_NO_VIEWS = {aten.slice_backward.default, aten.select_backward.default}
 
 
 def _of_view(rule: Rule, recipe: Recipe, call: Call) -> _Named | None:

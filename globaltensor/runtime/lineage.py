@@ -39,7 +39,6 @@ from globaltensor.runtime.torch_internals import OpOverload, default_store
 RESULTS = 0xFF                                       # these bits of a lineage count the results of one call
 _SAMPLES = 8                                         # elements of a plain operand that are looked at
 _KEPT = {"aten::clone", "aten::detach", "aten::alias", "aten::lift", "aten::lift_fresh", "globaltensor::redistribute"}
-_SAME_VALUE = {"aten::_unsafe_view": "aten::view"}   # reshape is one or the other, by the strides of the rank's kernels
 
 _kept = False
 _call = 0                                            # of the op that the program called, without native code
@@ -147,7 +146,7 @@ def call_with_lineage(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
         is_written = a.alias_info is not None and a.alias_info.is_write
         written += list(value) if is_written and isinstance(value, (list, tuple)) else [value] if is_written else []
         parts.append(_part(value, is_written or not k and ignores_first(func, kwargs), operands, numbers))
-    with within(_hash((_SAME_VALUE.get(schema.name, schema.name), schema.overload_name, torch.is_grad_enabled(),
+    with within(_hash((schema.name, schema.overload_name, torch.is_grad_enabled(),
                        parts))):
         result = run()
         lineage = _call

@@ -116,10 +116,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """F.linear; vectors go torch's own way."""
     if x.is_nested or x.dim() < 2 or weight.dim() != 2 or bias is not None and bias.dim() != 1 or transforms_active():
         return F.linear(x, weight, bias)
+    _check_product(x.shape[-1] == weight.shape[1], "linear", x, weight)
     if x.dim() == 2 and weight.shape[0] <= weight.shape[1] and is_global(x) and (sizes := sizes_of_rows(x)) is not None:
         # rows that torch melted, as its attention does, and will part again: nothing need move for that
         return linear(x.view(sizes), weight, bias).view(x.shape[0], weight.shape[0])
-    _check_product(x.shape[-1] == weight.shape[1], "linear", x, weight)
     x, weight, bias = autocast(x, weight, bias)
     return Linear.apply(x, weight, bias)
 
