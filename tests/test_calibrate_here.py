@@ -181,6 +181,20 @@ def test_ops_boxings_and_steps_are_measured(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("devices", [2, 8, 16])
+@pytest.mark.parametrize("number", range(len(small_models())))
+def test_small_models_are_planned_on_a_machine_of_any_rates(number, devices, seed):
+    """What is cheap there decides which plans are priced at all, and so what the search must cope with."""
+    print("seed", seed)
+    one, of = small_models()[number], dataclasses.replace(made_up(seed), devices_per_host=devices)
+    strategy = gt.strategy(one.module, one.inputs, of, devices, loss=one.loss, targets=one.targets,
+                           micro_batch=len(one.inputs), seconds=20)
+    strategy.check()
+    assert strategy["lower_bound"] <= strategy["step_time"]
+
+
+@pytest.mark.long
 def test_this_machine_is_measured_by_a_command(tmp_path):
     line = [sys.executable, "-c", "import sys, globaltensor_command as c; sys.exit(c.main())"]
     done = subprocess.run([*line, "calibrate", "--here", "--ranks", "2", "--name", "mine"], capture_output=True,

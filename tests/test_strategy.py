@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import globaltensor as gt
+from globaltensor.cli.small_models import small_models
 from globaltensor.pipelining.units import units_of
 from globaltensor.planner import model_search
 from globaltensor.planner.cut_bounds import bounds_of_cuts
@@ -70,6 +71,15 @@ def cross_entropy(logits, targets):
 def vision():
     return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(144, 5)
                          ).double()
+
+
+def block():
+    return next(one.module for one in small_models() if isinstance(one.module[0], nn.Embedding))
+
+
+def long_tokens():
+    ids = torch.arange(4 * 64).view(4, 64) % 256
+    return ids, ids.roll(1, 1)
 
 
 def images():
@@ -136,7 +146,7 @@ MODELS = {"chain": (chain, rows, F.mse_loss), "uneven": (uneven, rows, F.mse_los
           "unused": (lambda: Unused().double(), rows, of_dict),
           **{kind.__name__: (lambda kind=kind: Last(kind).double(), sequences, F.mse_loss)
              for kind in (nn.RNN, nn.LSTM, nn.GRU)},
-          "heads": (heads, sequences, F.mse_loss),
+          "heads": (heads, sequences, F.mse_loss), "block": (block, long_tokens, cross_entropy),
           "vision": (vision, images, F.mse_loss)}
 
 RUNS = [("chain", 1, {}), ("chain", 2, {"dp": 2, "zero": 3}), ("chain", 4, {"dp": 2, "pp": 2, "schedule": "1f1b"}),
@@ -198,7 +208,8 @@ def check_gradients(strategy, model, plain, loss, inputs, targets):
     *[("uneven", 2, {"dp": 2, "zero": zero}) for zero in (0, 1, 2, 3)], ("uneven", 3, {"dp": 3, "zero": 1}),
     ("unused", 2, {"dp": 2, "zero": 0}), ("unused", 2, {"dp": 2, "zero": 3}),
     *[("loop", 2, {"dp": 2, "zero": zero}) for zero in (0, 3)],
-    ("GRU", 2, {"dp": 2, "zero": 0}), ("RNN", 2, {"dp": 2, "zero": 0})],
+    ("GRU", 2, {"dp": 2, "zero": 0}), ("RNN", 2, {"dp": 2, "zero": 0}),
+    ("block", 4, {"dp": 2, "tp": 2, "zero": 0}), ("block", 8, {"dp": 2, "tp": 4, "zero": 0})],
     ids=str)
 def test_the_bytes_of_a_stage_are_those_of_the_record(name, devices, fixed):
     build, data, loss = MODELS[name]

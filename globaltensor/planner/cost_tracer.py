@@ -8,7 +8,7 @@ import torch
 from globaltensor.boxings.redistribute import redistribute
 from globaltensor.boxings.watch import BoxingRecord
 from globaltensor.errors import where
-from globaltensor.layouts.layout import Layout, Shape, replicated
+from globaltensor.layouts.layout import Layout, replicated
 from globaltensor.planner.graph import Ref
 from globaltensor.planner.tracer import Tracer
 from globaltensor.rules.call import Call
@@ -26,10 +26,9 @@ class CostTracer(Tracer):
         super().__init__(where)
         self.moves: list[BoxingRecord] = []
         self.layouts: dict[int, list[Layout | None]] = {}                # of a node: of its outputs
-        self.moved: list[tuple[BoxingRecord, int, list[tuple[Layout, Shape, torch.dtype]]]] = []
+        self.moved: list[tuple[BoxingRecord, int, bool]] = []            # before which node, and is it an operand of it
         self.whole: dict[str, str] = {}              # ops that are planned on whole operands, with a line
         self._noted = 0
-        self._operands: list[tuple[Layout, Shape, torch.dtype]] = []
 
     def input(self, t: torch.Tensor, rows: Layout) -> Any:
         """A stand-in of an input, whose rows dp splits."""
@@ -53,8 +52,6 @@ class CostTracer(Tracer):
 
     def before_op(self, call: Call) -> None:
         self.note_moves(None)
-        self._operands = [(t.spec.layout, tuple(t.shape), t.dtype) for t in call.tensors
-                          if isinstance(t, GlobalTensor)]
 
     def call_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An op whose values decide what moves is planned on whole operands, and named."""
@@ -64,18 +61,18 @@ class CostTracer(Tracer):
             if _NO_VALUES not in str(error):
                 raise
         self.whole.setdefault(str(func), where())
-        for t in tree_leaves((args, kwargs)):
-            if isinstance(t, GlobalTensor) and (dst := replicated(t.placement)) is not t.spec.layout:
-                received = t.spec.nbytes - max(part.nbytes for part in t.shards.values())
-                self.moves.append(BoxingRecord(str(func), where(), t.spec.layout, dst, received, 0.0))
+        operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, GlobalTensor)]
+        self._note_boxing(operands, [replicated(t.placement) for t in operands], str(func))
         return self.shapes_alone(func, args, kwargs)
+
+    def _note_boxing(self, tensors: list[GlobalTensor], to: list[Layout], op: str) -> None:
+        with without_modes(), torch.no_grad():
+            redistribute(tensors, to, op)
 
     def take_output(self, t: GlobalTensor) -> int:
         """A pending sum that the model returns is reduced, as most losses reduce it."""
         self.note_moves(None)
-        self._operands = [(t.spec.layout, tuple(t.shape), t.dtype)]
-        with without_modes(), torch.no_grad():
-            redistribute([t], [t.spec.layout.without_partials], "the output of the model")
+        self._note_boxing([t], [t.spec.layout.without_partials], "the output of the model")
         node = super().take_output(t)
         self.note_moves(node)
         return node
@@ -83,7 +80,7 @@ class CostTracer(Tracer):
     def note_moves(self, node: int | None) -> None:
         """Boxings since the last time belong to this node, or to the next one."""
         for move in self.moves[self._noted:]:
-            self.moved.append((move, len(self.graph) if node is None else node, [] if node is None else self._operands))
+            self.moved.append((move, len(self.graph) if node is None else node, node is not None))
         self._noted = len(self.moves)
 
     def like(self, t: torch.Tensor) -> GlobalTensor:

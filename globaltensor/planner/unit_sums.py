@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from globaltensor.boxings.seen import most_received, plan_together
-from globaltensor.boxings.watch import BoxingRecord
+from globaltensor.boxings.watch import BoxingRecord, MovedTensor
 from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.parallel.zero3 import layers_of
 from globaltensor.pipelining.units import Unit
@@ -106,8 +106,8 @@ class UnitSums:
         for node, attributes in self.graph.nodes.items():
             if attributes["kind"] == "op":
                 self._add_op(node, attributes)
-        for move, node, operands in tracer.moved:
-            self._add_move(move, min(node, len(self.at) - 1), operands)
+        for move, node, _ in tracer.moved:
+            self._add_move(move, min(node, len(self.at) - 1))
         self._add_memory()
         self._add_parameters(model)
 
@@ -193,17 +193,12 @@ class UnitSums:
 
     def _moved(self, node: int) -> dict[tuple[Layout, Shape], Layout]:
         """Where operands of a node were brought to, by their layouts and shapes."""
-        moved: dict[tuple[Layout, Shape], Layout] = {}
-        for move, at, operands in self.tracer.moved:
-            if at == node and operands and isinstance(move.dst, Layout):
-                tensors = [(one.spec.layout, one.spec.shape, one.dst) for one in move.moved] or [
-                    (lies, shape, move.dst) for lies, shape, _ in operands if lies == move.src]
-                moved |= {(lies, tuple(shape)): dst for lies, shape, dst in tensors}
-        return moved
+        return {(one.spec.layout, one.spec.shape): one.dst for move, at, of_operands in self.tracer.moved
+                if at == node and of_operands for one in move.moved if isinstance(one.dst, Layout)}
 
     def _has_moves(self, node: int) -> bool:
         if not hasattr(self, "_with_moves"):
-            self._with_moves = {at for _, at, operands in self.tracer.moved if operands}
+            self._with_moves = {at for _, at, of_operands in self.tracer.moved if of_operands}
         return node in self._with_moves
 
     def _local(self, shape: Shape, lies: Layout | None) -> int:
@@ -211,15 +206,14 @@ class UnitSums:
             return int(torch.Size(shape).numel())
         return self.costs.part(lies, shape, 1)
 
-    def _add_move(self, move: BoxingRecord, node: int, operands: list[tuple[Layout, Shape, torch.dtype]]) -> None:
+    def _add_move(self, move: BoxingRecord, node: int) -> None:
         if not move.bytes:
             return
         received = move.bytes if not move.moved else most_received(
             move.moved, plan_together(move.moved, self.costs.transport_rates))
-        same = next(((shape, dtype) for lies, shape, dtype in operands if lies == move.src), None)
-        if same is not None and move.tensors == 1 and isinstance(move.dst, Layout):
-            shape, dtype = same
-            seconds = self.costs.boxing(move.src, move.dst, shape, TensorSize(shape, dtype).nbytes)
+        alone = _moved_tensor(move)
+        if alone is not None:
+            seconds = self.costs.boxing(move.src, alone.dst, alone.spec.shape, alone.spec.nbytes)
         else:
             link = self.costs.link()
             seconds = link.latency + received / link.bandwidth
@@ -229,8 +223,8 @@ class UnitSums:
             of.seconds[axes[-1]] = of.seconds.get(axes[-1], 0.0) + seconds
             of.bytes[axes[-1]] = of.bytes.get(axes[-1], 0) + received
             if of is self.units[unit].forward:
-                self.units[unit].selected += received if same is None or not isinstance(move.dst, Layout) else (
-                    self.costs.part(move.dst, same[0], same[1].itemsize))
+                self.units[unit].selected += received if alone is None else (
+                    self.costs.part(alone.dst, alone.spec.shape, alone.spec.dtype.itemsize))
 
     # ------------------------------------------------------------------------------------------------------ memory
 
@@ -276,3 +270,9 @@ class UnitSums:
         """At each of its calls in forward, and once for backward if that goes through the one that is like it."""
         return self.tracer.calls[layer] + any(f"{a['module']}.".startswith(f"{like}.")
                                               for a in self.graph.nodes.values() if a["phase"] == "backward")
+
+
+def _moved_tensor(move: BoxingRecord) -> MovedTensor | None:
+    """The tensor of a boxing that moves one, from one layout to another."""
+    return move.moved[0] if len(move.moved) == 1 and all(
+        isinstance(end, Layout) for end in (move.moved[0].spec.layout, move.moved[0].dst)) else None
