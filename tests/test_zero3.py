@@ -303,6 +303,63 @@ def test_writes_that_no_version_counts_to_what_was_gathered_ahead():
         torch.testing.assert_close(model(spread).full_tensor(), plain(x), rtol=1e-9, atol=1e-12)
 
 
+WRITES = {"clamp_": lambda w: w.clamp_(-0.1, 0.1), "data": lambda w: w.data.clamp_(-0.1, 0.1),
+          "detach": lambda w: w.detach().mul_(0.5), "row": lambda w: w.__setitem__(0, 0.25),
+          "diagonal": lambda w: w.diagonal().zero_(), "view": lambda w: w.view(-1)[3:7].add_(1.0),
+          "init": lambda w: nn.init.constant_(w, 0.1), "another": lambda w: setattr(w, "data", w.detach() * 0.5)}
+
+
+class Writer(Block):
+    """Its forward writes to its own weight, as constraints and initializations that depend on data do."""
+
+    write = staticmethod(WRITES["clamp_"])
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.write(self.up.weight)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("name", ["dp", "dp x tp"])
+@pytest.mark.parametrize("write", WRITES)
+def test_what_a_layer_writes_to_its_parameters(write, name):
+    class Writing(Net):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(type("", (Writer,), {"write": staticmethod(WRITES[write])})() for _ in range(2))
+
+    nets = made(name, Writing)
+    for _ in range(2):
+        for net, x, optimizer in nets:
+            once(net, x)
+            optimizer.step()
+            optimizer.zero_grad()
+        same(nets[1][0], nets[0][0])
+
+
+@pytest.mark.parametrize("write", ["step", "mul_", "data", "bias", "none"])
+def test_writes_between_a_forward_pass_and_its_backward_pass(write):
+    """Refused as in plain torch, where what was written to was saved."""
+    outcomes = []
+    for net, x, optimizer in made("dp"):
+        once(net, x)
+        loss = net(x).pow(2).mean()
+        last = net.blocks[-1].down
+        with torch.no_grad():
+            {"step": lambda _: optimizer.step(), "mul_": last.weight.mul_, "data": last.weight.data.mul_,
+             "bias": last.bias.mul_, "none": lambda _: None}[write](2)
+        optimizer.zero_grad()
+        try:
+            loss.backward()
+            outcomes.append([getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in net.parameters()])
+        except RuntimeError as error:
+            outcomes.append(str(error).split(":")[0])
+    if write in ("step", "mul_"):
+        assert outcomes[0] == outcomes[1] and "modified by an inplace operation" in outcomes[0]
+    else:
+        torch.testing.assert_close(*outcomes, rtol=1e-9, atol=1e-12)
+
+
 def assigned(net):
     net.load_state_dict({name: p.detach() * 0.5 for name, p in net.state_dict().items()}, assign=True)
 

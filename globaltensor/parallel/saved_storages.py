@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Shards
+from globaltensor.runtime.memory_writes import current_version
 from globaltensor.runtime.torch_internals import uncounted_writes, without_modes
 from globaltensor.tensors.global_tensor import GlobalTensor
 
@@ -31,12 +33,17 @@ class SavedStorages(list[Shards]):
     def __init__(self, unsharded: Sequence[Shards], gather: Callable[[], None]) -> None:
         super().__init__({rank: t.detach() for rank, t in shards.items()} for shards in unsharded)
         self.gather = gather                         # them all, again
-        self._parameters: list[tuple[weakref.ref[Any], Shards]] = []
+        self._parameters: list[tuple[weakref.ref[Any], Shards, GlobalTensor]] = []
+        self._versions: list[int] = []
 
-    def empty_later(self, parameter: GlobalTensor, shards: Shards) -> None:
-        """A parameter has these shards, which are some of these. It holds them all."""
+    def empty_later(self, parameter: GlobalTensor, shards: Shards, of: GlobalTensor) -> None:
+        """A parameter has these shards, which are some of these, gathered of another one. It holds them all."""
         parameter.emptied_later = self
-        self._parameters.append((weakref.ref(parameter), shards))
+        self._parameters.append((weakref.ref(parameter), shards, of))
+
+    def note_versions(self) -> None:
+        """The layer has run: from now on a write is one that its backward pass must not miss."""
+        self._versions = [current_version(of) for _, _, of in self._parameters]
 
     def fill(self, unsharded: list[Shards] | None) -> None:
         tensors = tuple(t for shards in self for t in shards.values())
@@ -50,9 +57,20 @@ class SavedStorages(list[Shards]):
                 if t.dtype == source.dtype:          # else the model has another one since that forward pass
                     t.set_(source)                   # type: ignore[call-overload]  # of which torch's types do not know
         self.is_empty = unsharded is None or any(t.dtype != source.dtype for t, source in zip(tensors, sources))
-        for alive, shards in self._parameters:
+        for alive, shards, _ in self._parameters:
             if (p := alive()) is not None:
                 p.arriving = EmptyShards(self, shards) if self.is_empty else None
+        if unsharded is not None:
+            self._pass_writes_on()
+
+    def _pass_writes_on(self) -> None:
+        """Autograd refuses what was written to since it was saved: as it does for the parameters, for what was gathered
+        of them."""
+        for (alive, _, of), before in zip(self._parameters, self._versions):
+            if (p := alive()) is not None and current_version(of) != before:
+                increment_version(p)
+        if self._versions:
+            self.note_versions()
 
 
 class EmptyShards:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from globaltensor.errors import GlobalTensorError
+from globaltensor.runtime.memory_writes import writes_of
 from globaltensor.tensors import gradients
 from globaltensor.tensors.copying import user_attributes
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -35,6 +37,22 @@ def swap_in(owner: nn.Module, key: str, tensor: Tensor) -> None:
 
 def swap_out(owner: nn.Module, key: str) -> None:
     owner.__dict__.pop(key, None)
+
+
+class StandIn:
+    """Another tensor in the place of a module's parameter while the module runs: until `end`, which gives the parameter
+    what the module wrote to it."""
+
+    def __init__(self, owner: nn.Module, key: str, parameter: Any, tensor: Any) -> None:
+        self._slot, self._parameter, self._tensor = (owner, key), parameter, tensor
+        self._writes = writes_of(tensor) if isinstance(tensor, GlobalTensor) else None
+        swap_in(owner, key, tensor)
+
+    def end(self) -> None:
+        swap_out(*self._slot)
+        if self._writes is not None and self._tensor is not self._parameter and writes_of(self._tensor) != self._writes:
+            with torch.no_grad():
+                self._parameter.copy_(self._tensor)
 
 
 @contextmanager
