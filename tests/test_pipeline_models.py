@@ -248,3 +248,33 @@ def test_what_a_later_stage_cannot_know_is_nan():
 def test_gpt2_in_stages_that_are_processes():
     pytest.importorskip("transformers", reason="transformers is not installed")
     assert good([*RUN, "-n", "3", PROGRAMS / "pipeline_gpt2.py"], timeout=300).count("equal") == 3
+
+
+class Shares(nn.Module):
+    """A stage whose forward may write to what it shares with another one."""
+
+    def __init__(self, weight, mean, writes=""):
+        super().__init__()
+        self.weight, self.writes = weight, writes
+        self.register_buffer("mean", mean)
+
+    def forward(self, x):
+        with torch.no_grad():
+            {"": lambda _: None, "weight": self.weight.clamp_, "mean": self.mean.add_}[self.writes](0.2)
+        return torch.tanh(x @ self.weight) * self.mean
+
+
+@pytest.mark.parametrize("writes", ["", "weight", "mean"])
+@pytest.mark.parametrize("writer", [0, 1])
+def test_a_stage_writes_to_what_it_shares_with_another(writes, writer):
+    torch.manual_seed(3)
+    weight, mean = nn.Parameter(torch.randn(6, 6)), torch.ones(6)
+    stages = [Shares(weight, mean, writes if k == writer else "") for k in range(2)]
+    plain, x = copy.deepcopy(nn.Sequential(*stages)), torch.randn(4, 6)
+    runner = gt.pipeline(stages, [gt.placement("cpu", [0]), gt.placement("cpu", [1])], "1f1b", micro_batches=1,
+                         loss=lambda y: y.pow(2).mean())
+    if writes:
+        with pytest.raises(ValueError, match=f"writes to {writes}, which it shares"):
+            runner.step(x)
+        return
+    torch.testing.assert_close(runner.step(x).full_tensor(), plain(x).pow(2).mean())

@@ -399,3 +399,26 @@ def test_the_plan_of_a_llama_is_transformers_own():
     assert gt.Plan.of_styles(model) == gt.Plan.of(model)
     assert gt.Plan.of_styles(model, {"lm_head": "packed_colwise"}).whole == {
         "lm_head": "packed_colwise, for which there is no row"}
+
+
+class Clamped(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def test_what_a_module_writes_to_a_parameter_in_its_layout_of_use():
+    torch.manual_seed(SEED)
+    plain, x = nn.Sequential(Clamped(6, 8), nn.Linear(8, 4)).double(), torch.randn(4, 6).double()
+    model = gt.parallelize(copy.deepcopy(plain), where(2, names=("tp",)), {
+        "0.weight": {"tp": S(0)}, "0.weight ->": {"tp": B}})
+    for net, rows in ((plain, x), (model, gt.from_full(x, where(2, names=("tp",)), B))):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        for _ in range(2):
+            net(rows).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model[0].weight.sbp == (S(0),)
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.full_tensor(), q)

@@ -21,6 +21,8 @@ from globaltensor.errors import PlacementError
 from globaltensor.layouts.layout import Layout, layout, replicated
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
+from globaltensor.pipelining.stages import StageError
+from globaltensor.runtime.memory_writes import writes_of
 from globaltensor.runtime.torch_internals import TensorBase
 from globaltensor.schedules.schedule import Schedule
 from globaltensor.tensors import backward, gradients
@@ -159,10 +161,25 @@ class StageParameters:
 
     @contextmanager
     def replicas_in(self, stage: int) -> Iterator[None]:
-        """Inside, the stage's modules work on the replicas of what they share with earlier stages."""
+        """Inside, the stage's modules work on the replicas of what they share with earlier stages. Raises StageError
+        where they write to what they share: the other stages would not see it."""
+        shared = list(self._shared_in(stage))
+        before = [writes_of(tensor) for _, tensor in shared]
         with swapped_in((owner, key, replica.leaf) for replica in self.replicas[stage].values()
                         for owner, key in replica.slots):
             yield
+        for (key, tensor), writes in zip(shared, before):
+            if writes_of(tensor) != writes:
+                raise StageError(f"stage {stage} writes to {key}, which it shares with another stage",
+                                 "a stage on other ranks works on a copy of it, made before the step",
+                                 "what is written to in one stage, or a copy in each: tensor.clone()")
+
+    def _shared_in(self, stage: int) -> Iterator[tuple[str, Any]]:
+        """What a stage shares with stages on other ranks, as it has it, with a name of it."""
+        own = self.replicas[stage].values()
+        for replica in self._all_replicas():
+            if replica in own or replica.original.placement == self.placements[stage]:
+                yield replica.slots[0][1], replica.leaf if replica in own else replica.original
 
 
 def _to_placement(name: str, tensor: torch.Tensor, where: placement) -> Any:
