@@ -58,7 +58,7 @@ from globaltensor.pictures.markup import chip, colour_of, html_table
 from globaltensor.runtime.text_table import aligned
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.materialize import named_tensors
-from globaltensor.tensors.parameter_swap import StandIn
+from globaltensor.tensors.parameter_swap import SwappedIn
 from globaltensor.tracebacks import api_boundary
 
 _OUT, _IN, _EXPERTS, _PARTS, _UNCHANGED = " ->", " <-", " =>", " />", "-"
@@ -304,8 +304,8 @@ def _register_hooks(module: nn.Module, pattern: str, row: PlanRow) -> None:
         for layer in fitting:
             layer.register_forward_hook(api_boundary(lambda layer, args, output: _laid_out_as(row, output)))
         for owner, key in [] if fitting else _parameters_of_row(module, pattern):
-            in_place: list[StandIn] = []             # of the calls at work
-            owner.register_forward_pre_hook(lambda owner, args, key=key, in_place=in_place: in_place.append(StandIn(
+            in_place: list[SwappedIn] = []             # of the calls at work
+            owner.register_forward_pre_hook(lambda owner, args, key=key, in_place=in_place: in_place.append(SwappedIn(
                 owner, key, owner._parameters[key], _laid_out_as(row, owner._parameters[key]))))
             owner.register_forward_hook(lambda owner, args, output, in_place=in_place: in_place.pop().end(),
                                         always_call=True)

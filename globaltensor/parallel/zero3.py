@@ -54,7 +54,7 @@ from globaltensor.runtime.torch_internals import (
 )
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
-from globaltensor.tensors.parameter_swap import StandIn, convert
+from globaltensor.tensors.parameter_swap import SwappedIn, convert
 from globaltensor.tensors.redistribution import to_layout
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -211,7 +211,7 @@ class ShardedLayer:
         self.begun: BegunLayers | None = None        # what gathers it meanwhile
         self.saved: weakref.WeakValueDictionary[int, SavedStorages] = weakref.WeakValueDictionary()   # by forward pass
         self.in_use: SavedStorages | None = None     # while the layer works
-        self.swapped: list[StandIn] = []
+        self.swapped: list[SwappedIn] = []
         self.awaits_backward = True                  # did what came out of it? Not of frozen first layers
         self.files: list[mmap.mmap] = []             # in which offloaded parameters lie
         self.before: list[ShardedLayer] = []         # the one that ran before it, if any, and the one after
@@ -268,11 +268,11 @@ class ShardedLayer:
                 with torch.enable_grad():            # it learns as a parameter does, of which no_grad makes no other
                     gathered = UnshardedParameter.apply(p, unsharded, shards)
                 self.in_use.empty_later(gathered, shards, p)
-                self.swapped.append(StandIn(owner, key, p, gathered))
+                self.swapped.append(SwappedIn(owner, key, p, gathered))
 
     def swap_out_unsharded(self) -> SavedStorages | None:
-        for stand_in in self.swapped:
-            stand_in.end()
+        for parameter in self.swapped:
+            parameter.end()
         self.swapped.clear()
         storages, self.in_use = self.in_use, None
         if storages is not None:

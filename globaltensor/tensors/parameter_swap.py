@@ -39,7 +39,7 @@ def swap_out(owner: nn.Module, key: str) -> None:
     owner.__dict__.pop(key, None)
 
 
-class StandIn:
+class SwappedIn:
     """Another tensor in the place of a module's parameter while the module runs: until `end`, which gives the parameter
     what the module wrote to it."""
 
