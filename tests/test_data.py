@@ -495,3 +495,8 @@ def test_a_process_reads_only_its_own_samples(tmp_path):
 @pytest.mark.processes
 def test_ranks_that_catch_an_error_of_a_sample_go_on():
     good([*RUN, "-n", 2, str(PROGRAMS / "data_refused.py")])
+
+
+@pytest.mark.processes
+def test_ranks_that_share_rows_have_read_the_same():
+    good([*RUN, "-n", 4, str(PROGRAMS / "data_values.py")])

@@ -24,6 +24,7 @@ from globaltensor.layouts.layout import Layout, layout, spec
 from globaltensor.layouts.regions import slices
 from globaltensor.layouts.sbp import NdSbp, broadcast, nd_sbp
 from globaltensor.runtime import lineage
+from globaltensor.runtime.agreement import checksum
 from globaltensor.runtime.memory import require
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -79,6 +80,21 @@ class BatchCutter:
             raise SbpError(f"a batch with split({far[0]})", f"none of its tensors has more than {max(dims)} dims",
                            "gt.sbp.split(0)")
         return batch, described
+
+    def checksums(self, loaded: Any, total: int) -> dict[int, list[int]]:
+        """Of the rows that each rank of this process has of a batch, whole: a checksum for each tensor. Those of ranks
+        that share rows must be the same, whichever columns each keeps."""
+        start, _ = self.rows(total)
+        tensors: list[torch.Tensor] = []
+
+        def keep(t: torch.Tensor, path: str) -> torch.Tensor:
+            tensors.append(t)
+            return t
+
+        map_structure(loaded, keep, lambda values, path: values)
+        ends = {r: self.layout(1).region((total,), r)[0] for r in self.local_ranks}
+        return {r: [checksum(t[first - start:stop - start]) for t in tensors]
+                for r, (first, stop) in ends.items() if first < stop}
 
     def _tensor_to_global(self, t: torch.Tensor, total: int, start: int, stop: int) -> GlobalTensor:
         if isinstance(t, GlobalTensor):

@@ -7,7 +7,8 @@
 
 Ranks do not exchange data, only one small message per batch, to check that they are at the same batch and have the same
 shapes: if one is a batch ahead, or pads to another length, all raise instead of computing with parts of different
-batches.
+batches. Where several processes read the same rows, they compare checksums of them too, often at first and then ever
+more seldom: a dataset that draws from a random generator of its own gives each of them other samples.
 """
 from __future__ import annotations
 
@@ -25,18 +26,27 @@ import torch.utils.data
 from globaltensor.data.batch import BatchCutter
 from globaltensor.data.sampler import Batch, Sampler
 from globaltensor.data.seeding import SeededDataset, UnwrapDataset, mix, random_streams
-from globaltensor.errors import ArgumentError, GlobalTensorError, counted, expect
+from globaltensor.errors import ArgumentError, DisagreementError, GlobalTensorError, counted, expect
 from globaltensor.layouts.layout import sbp_text
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import SbpLike
-from globaltensor.runtime.agreement import Advice, agree
+from globaltensor.runtime.agreement import Advice, agree, checking, compare_at, gather_unchecked, ranks_apart
 from globaltensor.runtime.lineage import taken_back_if_it_fails
 from globaltensor.runtime.world import world
+from globaltensor.tensors.convert import has_copies, heads_of
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tracebacks import api_boundary
 
 _OTHER_BATCHES = Advice("the ranks disagree about a batch", "each process reads its own samples of the same batch",
                         "the same loop on every rank; where shapes differ, a collate_fn that pads to a fixed length")
+_TWICE = "these ranks share the samples, and each process reads them for itself: "
+_OWN_GENERATOR = (f"{_TWICE}a dataset, or its transform, that draws from a random generator of its own draws other "
+                  "numbers in each",
+                  "random, torch or NumPy's global generator in __getitem__, which are seeded for each sample; or seed "
+                  "its own there: rng = random.Random(random.getrandbits(32)), "
+                  "transform.set_random_seed(random.getrandbits(32)) of albumentations")
+_NOT_SEEDED = (f"{_TWICE}with seed_samples=False, what a dataset draws depends on the process and its workers",
+               "seed_samples=True, and in __getitem__ no random generator but random, torch or NumPy's global one")
 
 
 class _Requests:
@@ -74,7 +84,8 @@ class DataLoader:
     collate_fn   gets the samples of this process, a list (default: torch's default_collate); dim 0 of every tensor it
                  returns is the samples; the other dims must not depend on the samples: pad to a fixed length
     check        False: processes compare notes at the start of an iteration only, not for each batch, which takes a
-                 fraction of a millisecond; DisagreementError, below, is then raised at the start only
+                 fraction of a millisecond; DisagreementError, below, is then raised at the start only, unless
+                 GLOBALTENSOR_CHECK=1
     num_workers, pin_memory, prefetch_factor, persistent_workers, timeout, worker_init_fn, multiprocessing_context
                  as torch's; num_workers is per process. `generator` draws only the base seed of the workers
                  (default: one that depends on seed and epoch)
@@ -82,16 +93,17 @@ class DataLoader:
     Yields the results of collate_fn, nested tuples, lists, dicts and dataclasses, with each tensor [b, ...] of samples
     replaced by the global tensor of the whole batch. Other values are this process's own: a list of strings has an
     entry for each of *its* samples. Each process reads and collates only the samples its ranks hold, once; a process
-    that holds none of a batch reads one sample to learn the shapes. Every process of the program must iterate,
-    including those outside the placement.
+    that holds none of a batch reads one sample to learn the shapes. A dataset must give the same sample to each process
+    that reads it: ranks that share rows compare them, at the 1st, 2nd, 4th, 8th, ... batch. Every process of the
+    program must iterate, including those outside the placement.
 
     The state, `state_dict()`, is one integer: the samples yielded, not those prefetched. Iterations and epochs are
     those of `Sampler`.
 
     Workers are not ranks: datasets must not use global tensors. Raises GlobalTensorError for a dataset that is not
     map-style, and for arguments that do not fit together; SbpError for a partial sbp; while iterating, ShapeError for
-    tensors whose dim 0 is not the samples, and DisagreementError, on every rank, where ranks are at different batches
-    or have different shapes.
+    tensors whose dim 0 is not the samples, and DisagreementError, on every rank, where ranks are at different batches,
+    have different shapes, or read different values of the same samples.
     """
 
     @api_boundary
@@ -115,7 +127,7 @@ class DataLoader:
         self.dataset, self.batch_size, self.sampler, self.num_workers = dataset, batch_size, sampler, num_workers
         self._cutter = BatchCutter(placement, sbp)
         self.placement, self.sbp = self._cutter.placement, self._cutter.sbp
-        self._check = check
+        self._check, self._batches = check, 0        # so many were checked
         self._own_generator = generator is None
         self._generator = torch.Generator() if generator is None else generator
         self._requests = _Requests(self._cutter, seed_samples)
@@ -173,29 +185,59 @@ class DataLoader:
     @api_boundary
     def _iterate(self, loaded: Iterator[Any], batches: Iterator[Batch]) -> Iterator[Any]:
         for batch in batches:
-            total = len(batch.indices)
+            total, sums = len(batch.indices), None
             seed = mix(self.sampler.seed, batch.epoch, batch.start, self._cutter.rows(total)[0])
             with taken_back_if_it_fails():
                 try:
                     with nullcontext() if self.num_workers else random_streams(seed):
                         collated = next(loaded)
                     global_batch, described = self._cutter.to_global(collated, total)
+                    if self._compares_values():
+                        sums = self._cutter.checksums(collated, total)
                 except Exception as error:           # the other ranks would wait for this one for ever
                     with suppress(GlobalTensorError):
                         self._check_agreement(batch, [f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"])
                     raise
                 self._check_agreement(batch, described)
+                if sums is not None:
+                    self._compare_values(batch, described, sums)
             self.sampler.yielded(batch)
             yield global_batch
         next(loaded, None)                           # lets the workers end, or wait for the next epoch
 
+    def _checks(self) -> bool:
+        """Are batches compared? In a lone process there is nobody to compare them with."""
+        return not world().single_process and (self._check or checking())
+
     def _check_agreement(self, batch: Batch, described: list[str]) -> None:
         """Check that all processes hold parts of this one batch, of the same shapes."""
-        if world().single_process or not self._check:
+        if not self._checks():
             return
         order = zlib.crc32(array("q", batch.indices).tobytes())
         agree(f"samples {batch.start} to {batch.stop} of epoch {batch.epoch} (indices {order:08x}): "
               f"{', '.join(described)}", advice=_OTHER_BATCHES)
+
+    def _compares_values(self) -> bool:
+        """Are the values of this batch compared, and not its shapes alone? So all ranks say, or none."""
+        rows = self._cutter.layout(1)
+        if not self._checks() or ranks_apart() or not has_copies(rows.placement, rows.sbp):
+            return False
+        self._batches += 1
+        return compare_at(self._batches)
+
+    def _compare_values(self, batch: Batch, described: list[str], sums: dict[int, list[int]]) -> None:
+        """Check that ranks that have the same rows of this batch have read the same."""
+        all_sums = {r: s for each in gather_unchecked(sums, "comparing the values of a batch") for r, s in each.items()}
+        heads = heads_of(self._cutter.layout(1))
+        wrong = [(i, heads[r]) for r, s in sorted(all_sums.items()) for i in range(len(s))
+                 if s[i] != all_sums[heads[r]][i]]
+        if not wrong:
+            return
+        i, head = min(wrong)
+        rows = "".join(f"\n    rank {r}: {described[i]}, its rows with checksum {s[i]:08x}"
+                       for r, s in sorted(all_sums.items()) if heads[r] == head)
+        raise DisagreementError(f"the ranks read different values of samples {batch.start} to {batch.stop} of epoch "
+                                f"{batch.epoch}{rows}", *(_OWN_GENERATOR if self._requests.seeded else _NOT_SEEDED))
 
 
 def _check_loader_options(shuffle: object, seed: object, collate_fn: object, prefetch_factor: object, timeout: object,

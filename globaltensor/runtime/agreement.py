@@ -206,8 +206,13 @@ def compare_plain(t: torch.Tensor, what: str, ranks: Sequence[int], once: bool =
     if world().single_process or rank() not in ranks or t.layout is not torch.strided:
         return                                       # the values of a sparse tensor are not in one piece of memory
     n = _count_use(tuple(ranks), plain_key(t, what))
-    if n == 1 or not once and n & (n - 1) == 0 or checking():
+    if n == 1 or not once and compare_at(n) or checking():
         agree_on(t, what, ranks)
+
+
+def compare_at(use: int) -> bool:
+    """Is this use one of those at which ranks compare what all of them have: 1, 2, 4, 8, ...; each if `checking()`?"""
+    return use & (use - 1) == 0 or checking()
 
 
 def checksum(t: torch.Tensor) -> int:
