@@ -154,9 +154,20 @@ def test_two_pods_of_which_no_launcher_says_that_they_are_two(said, alone, tmp_p
 @pytest.mark.parametrize("spare, said", [(20 << 30, ""), (700 << 20, "ulimit -v unlimited")])
 def test_a_limit_on_the_address_space(spare, said):
     """What all ranks of the host share has to fit in what it leaves each; else the error names it."""
-    code, out, err = run([*RUN, "-n", 2, PROGRAMS / "limited.py", spare])
+    code, out, err = run([*RUN, "-n", 2, PROGRAMS / "limited.py", "bytes", spare])
     assert (code, out.count("over shared memory")) == ((1, 0) if said else (0, 2)), out + err
     assert said in err, err
+
+
+@pytest.mark.parametrize("kind, files", [("files", 20), ("all files", 12), ("all files", 16), ("all files", 20),
+                                         ("all files", 30), ("all files", 64)])
+def test_a_limit_on_open_files(kind, files):
+    """A rank raises it, as far as it may; where that is too little, each says so, and none that another has ended."""
+    env = environment(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    ranks = [Started([PYTHON, PROGRAMS / "limited.py", kind, files], env | {"RANK": str(r)}) for r in range(2)]
+    for code, out, err in [rank.end() for rank in ranks]:
+        assert (code, "over " in out) == ((1, False) if kind == "all files" and files < 64 else (0, True)), out + err
+        assert code == 0 or "too few files" in err and "ulimit -n" in err and "lost touch" not in err, err
 
 
 # --------------------------------------------------------------------------------------------------- mistakes

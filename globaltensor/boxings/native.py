@@ -16,9 +16,9 @@ from globaltensor.errors import DisagreementError, TransportError, where
 from globaltensor.layouts.layout import Layout, Spec, completes, contiguous, dense
 from globaltensor.layouts.recent import remembered
 from globaltensor.runtime import deadlock, lineage
-from globaltensor.runtime.host_processes import why_unmapped
 from globaltensor.runtime.liveness import Loss, first_lost, process_of
 from globaltensor.runtime.native import torch_ext
+from globaltensor.runtime.process_limits import why_unmapped
 from globaltensor.runtime.world import local_ranks_of, world
 
 # Of these the kernel moves bytes, but adds no numbers.
@@ -88,7 +88,7 @@ def _failed(how: str, what: str, rank: int, text: str) -> None:
     elif text.endswith("on another host?"):
         fix = "LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them: ranks of one host share memory"
     elif "cannot be mapped" in text:
-        why, fix = why_unmapped()
+        why, fix = why_unmapped(text)
         text += f": {why}"
     raise TransportError(f"rank {world().rank} lost touch with {lost} in {what}" + rows, text, fix)
 

@@ -17,7 +17,6 @@ import json
 import mmap
 import os
 import queue
-import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,9 +32,8 @@ import torch
 from globaltensor.checkpoint.hashes import KINDS
 from globaltensor.layouts.layout import Shape
 from globaltensor.runtime.memory import flat_bytes
+from globaltensor.runtime.process_limits import allow_files
 
-if sys.platform != "win32":
-    import resource
 try:
     from safetensors import safe_open
 except ImportError:                                  # an optional dependency: see need_safetensors
@@ -210,7 +208,8 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.file = FileIO(path)
         try:
-            _allow_more_files(self.file.fileno())
+            # a checkpoint has a file per rank that saved it: more, perhaps, than a process may have open at first
+            allow_files(self.file.fileno() + SPARE_FILES)
             same = f"/proc/self/fd/{self.file.fileno()}"         # what was opened, whatever has its name by now
             with safe_open(same if os.path.exists(same) else path, "numpy"):
                 pass                                 # it checks the header
@@ -271,15 +270,6 @@ def _read_buffer() -> memoryview:
     if not hasattr(_buffers, "buffer"):
         _buffers.buffer = memoryview(bytearray(READ))
     return _buffers.buffer
-
-
-def _allow_more_files(handle: int) -> None:
-    """A checkpoint has a file per rank that saved it: more, perhaps, than a process may have open at first."""
-    if sys.platform == "win32":
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 < soft < handle + SPARE_FILES:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (2 * soft if hard < 0 else min(2 * soft, hard), hard))
 
 
 def is_plain_memory(t: torch.Tensor) -> bool:

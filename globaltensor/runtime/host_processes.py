@@ -17,9 +17,6 @@ from typing import NamedTuple
 
 from globaltensor.runtime.codec import message
 
-if sys.platform != "win32":
-    import resource
-
 RUNS, STOPPED, ENDED = "runs", "stopped", "ended"
 _ENDS = "globaltensor -"                             # the name of a process that does nothing any more but end
 _PR_SET_NAME = 15
@@ -91,24 +88,6 @@ def _stat(pid: int) -> tuple[str, int] | None:
     name, _, rest = text.decode(errors="replace").partition("(")[2].rpartition(")")      # a name may hold anything
     fields = rest.split()
     return None if name == _ENDS else (fields[0], int(fields[19]))
-
-
-def why_unmapped() -> tuple[str, str]:
-    """Why this process has no room for memory that ranks share, and what to type."""
-    limit = _address_space()
-    if limit is None:
-        return "this host gives no such memory", "fewer ranks on it, or GLOBALTENSOR_NATIVE=0, which shares no memory"
-    return (f"the address space of this process is limited to {limit >> 10:,} KiB (ulimit -v, SLURM's VSizeFactor, "
-            "Grid Engine's h_vmem), and each rank maps what all ranks of its host share",
-            "ulimit -v unlimited, or a larger limit; or GLOBALTENSOR_NATIVE=0, which shares no memory")
-
-
-def _address_space() -> int | None:
-    """The bytes that this process may map; None where nothing limits them."""
-    if sys.platform == "win32":
-        return None
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def mark_ended() -> None:

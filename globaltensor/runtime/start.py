@@ -24,7 +24,7 @@ from globaltensor.runtime import arrival, deadlock, lineage, liveness, machine a
 from globaltensor.runtime.accelerators import GLOO, accelerator, accelerator_count, engine_in, engine_of
 from globaltensor.runtime.exchange import finish_all
 from globaltensor.runtime.gloo import gloo_error, keep_for_ever, yield_cores
-from globaltensor.runtime.host_processes import ProcessId, why_unmapped
+from globaltensor.runtime.host_processes import ProcessId
 from globaltensor.runtime.launchers import (
     check_variables,
     is_one_host,
@@ -36,6 +36,7 @@ from globaltensor.runtime.launchers import (
 from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.process_end import at_end, before_threads
+from globaltensor.runtime.process_limits import check_files, files_of_a_rank, why_unmapped
 from globaltensor.runtime.secret import share_secret
 from globaltensor.runtime.stacks import arm_stacks
 from globaltensor.runtime.start_watch import watch_start
@@ -103,6 +104,9 @@ def _processes(timeout: timedelta, machine: Machine | None) -> World:
                   (int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])))
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     _log.info("rank %d of %d starts%s", rank, size, f" again, restart {again}" if again else "")
+    if not running:
+        check_files(files_of_a_rank(size, ranks_per_host(size), _keeps_store(rank)),
+                      "each rank has a connection to each other one, and memory of each on its host")
     share_secret(is_one_host(size, _meeting_host(running)), rank == 0)
     with watch_start(rank, size) as host_peers:
         meeting = liveness.connected_to(default_store()) if running else arrival.open_store(timeout)
@@ -119,6 +123,11 @@ def _processes(timeout: timedelta, machine: Machine | None) -> World:
     return new
 
 
+def _keeps_store(rank: int) -> bool:
+    """Does this rank keep the store of the job? Else torchrun does."""
+    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
 def _meeting_host(running: bool) -> str:
     """Where the server of the job's store is; a store that has none, such as a file, counts as one of this host."""
     if not running:
@@ -132,7 +141,7 @@ def _meeting_host(running: bool) -> str:
 def _world_of(store: dist.Store, processes: dict[int, ProcessId], rank: int, size: int, timeout: timedelta,
               machine: Machine | None) -> World:
     """The world of ranks that have met in this store."""
-    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if _keeps_store(rank):
         at_end(liveness.keep_store_for_readers, store)
     if not dist.is_initialized():
         _start_torch(store, rank, size, timeout)
@@ -196,7 +205,7 @@ def _open_transport(rank: int, number: int, ranks: int, timeout: timedelta) -> s
         return torch_ext.open_transport(number, ranks, (timeout + _BACKSTOP).total_seconds())
     except RuntimeError as error:
         loss = liveness.Loss(rank, f"rank {rank} cannot share memory: {first_sentence(error)}")
-        raise TransportError(liveness.first_lost(loss).how, *why_unmapped()) from None
+        raise TransportError(liveness.first_lost(loss).how, *why_unmapped(str(error))) from None
 
 
 def _check_seats(seats: Sequence[tuple[str | None, int, int]]) -> None:

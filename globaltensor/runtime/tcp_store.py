@@ -23,6 +23,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from globaltensor.runtime.process_limits import allow_files
+
 # when this is imported, right after torch, which looks then
 _WARNINGS_OFF = os.environ.get("TORCH_CPP_LOG_LEVEL") in ("ERROR", "FATAL")
 
@@ -54,6 +56,8 @@ def connect_store(host: str, port: int, timeout: timedelta, is_master: bool = Fa
 
 def _connected(host: str, port: int, timeout: timedelta, is_master: bool, listen_fd: int | None, shared: bool
                ) -> dist.TCPStore:
+    if is_master:
+        allow_files(1 << 16)                         # each rank will have some connections to it
     return dist.TCPStore(host, port, is_master=is_master, timeout=timeout, wait_for_workers=False,
                          master_listen_fd=listen_fd, multi_tenant=shared)
 
