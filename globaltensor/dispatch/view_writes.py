@@ -159,21 +159,45 @@ class _Position(NamedTuple):
     lazy_bits: frozenset[str]
 
 
+# View ops from a base on: each with its arguments, lists as tuples, and which result it is.
+_Steps = tuple[tuple[OpOverload, tuple[Any, ...], int], ...]
+
+
+class _View(NamedTuple):
+    """Elements of this dtype in the memory of a base, and what torch would do to them."""
+
+    at: Strided
+    dtype: torch.dtype
+    lazy_bits: frozenset[str]
+
+
+def _without_elements(base: Spec) -> Tensor:
+    """A tensor laid out as the whole base is in memory, on the meta device."""
+    return torch.empty_strided(base.shape, base.stride, dtype=base.dtype, device="meta")
+
+
 @remembered
-def _position(base: Spec, steps: tuple[tuple[OpOverload, tuple[Any, ...], int], ...]) -> _Position:
-    """By way of these view ops, from the base on: each with its arguments, lists as tuples, and which result it is."""
-    view = whole = torch.empty_strided(base.shape, base.stride, dtype=base.dtype, device="meta")
+def _view_of_whole(base: Spec, steps: _Steps) -> _View:
+    """The view at the end of a chain, as if the base were in one piece."""
+    view = _without_elements(base)
     for func, values, nth in steps:
         names = arguments(func)
         args = [view, *[value for a, value in zip(names[1:], values) if not a.keyword]]
         result = meta(func, args, {a.name: value for a, value in zip(names[1:], values) if a.keyword})
         view = result[nth] if isinstance(result, (tuple, list)) else result
-    memory = _as_dtype(whole, view.dtype)
+    at = Strided(tuple(view.shape), view.stride(), int(view.storage_offset()))
+    return _View(at, view.dtype, lazy_bits_of(view))
+
+
+@remembered
+def _position(base: Spec, steps: _Steps) -> _Position:
+    """Raises InPlaceError for a view whose elements are parts of those of the base, or several of them."""
+    view = _view_of_whole(base, steps)
+    memory = _as_dtype(_without_elements(base), view.dtype)
     # of what is expanded there is one in memory
     of_memory = Strided(tuple(n if step else min(n, 1) for n, step in zip(memory.shape, memory.stride())),
                         memory.stride())
-    of_view = Strided(tuple(view.shape), view.stride(), int(view.storage_offset()))
-    return _Position(of_memory, of_view, straight(of_memory, of_view), view.dtype, lazy_bits_of(view))
+    return _Position(of_memory, view.at, straight(of_memory, view.at), view.dtype, view.lazy_bits)
 
 
 def _as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -192,21 +216,28 @@ def _as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
                        "clone() the view first; to write, write into the tensor itself")
 
 
-def _base(view: Any) -> tuple[Any, _Position]:
-    """The tensor with memory at the end of the chain, and where the view is in it."""
+def _base_and_steps(view: Any) -> tuple[Any, _Steps]:
+    """The tensor with memory at the end of the chain, and the view ops from there on."""
     steps: list[tuple[OpOverload, tuple[Any, ...], int]] = []
     base = view
     while (origin := base.origin) is not None:
         values = tuple(tuple(v) if isinstance(v, list) else v for v in origin.values[1:])
         steps.insert(0, (origin.func, values, origin.nth))
         base = origin.base
-    return base, _position(base.spec, tuple(steps))
+    return base, tuple(steps)
+
+
+def _base(view: Any) -> tuple[Any, _Position]:
+    """The tensor with memory at the end of the chain, and where the view is in it."""
+    base, steps = _base_and_steps(view)
+    return base, _position(base.spec, steps)
 
 
 def start_in_base(t: Any) -> int:
     """How many bytes into the memory at the end of its chain a tensor begins."""
-    _, position = _base(t)
-    return (position.view.offset - position.memory.offset) * position.dtype.itemsize
+    base, steps = _base_and_steps(t)
+    view = _view_of_whole(base.spec, steps)
+    return view.at.offset * view.dtype.itemsize
 
 
 def position_of(base: Spec, call: Call) -> _Position:
@@ -275,12 +306,14 @@ class _Target:
 
     def is_same(self, call: Call) -> bool:
         """Is this a copy of elements to where they are? (`x[2] += 1` adds to x[2], and then assigns it.)"""
-        if call.func is not aten.copy_.default or not is_global(source := call.tensors[1]) or not source.spec.copied:
+        if call.func is not aten.copy_.default or not is_global(source := call.tensors[1]) or not source.spec.copied \
+                or source.dtype != self.position.dtype:
             return False
-        other = _Target(call.func, source)
-        return (other.base.spec is self.base.spec and other.position == self.position
+        # only what may be the same is looked for in memory: a value may be a view that nothing can be written to
+        base, steps = _base_and_steps(source)
+        return (base.spec is self.base.spec and _position(base.spec, steps) == self.position
                 and all(shard.data_ptr() == self.base.shards[rank].data_ptr() and storage_id(shard) == storage_id(
-                    self.base.shards[rank]) for rank, shard in other.base.shards.items()))
+                    self.base.shards[rank]) for rank, shard in base.shards.items()))
 
     def value(self, run: Run, op: str) -> GlobalLike:
         """The view's value, in its layout, as a tensor of its own."""

@@ -53,6 +53,21 @@ WRITES = """
     x[1:4] -= x[0]
     x[1:4] = x[2:5] * 2
     x[1:4].copy_(x[2:5].clone())
+    x[1:3] = x[0]
+    x[1:] = x[:1]
+    x[:, 1:3] = x[:, :1]
+    x[:, 1:3] = x[:, 3, None]
+    x[2:] = x.sum(0)
+    x[1:5:2] = x.mean(0)
+    x[:2, :2] = x[3, 2:]
+    x[1:].copy_(x[0].expand(5, 4))
+    x[1:5].copy_(x[5, 1:3, None].expand(2, 2).reshape(4, 1))
+    x.diagonal().copy_(x[5, 1].expand(4))
+    x.t()[1:3] = x[:, 3]
+    x[1:4] = x.view(torch.int32)[5, 4:]
+    x[1].add_(x.view(torch.int32)[5, 4:])
+    x[1].copy_(x.view(torch.int32)[2, 4:])
+    torch._foreach_copy_([x[:2], x[3:5]], [x[5].expand(2, 4), x[2].expand(2, 4)])
     torch.add(x[0], 1, out=x[2])
     torch.cumsum(x[1:3], 1, out=x[3:5])
     x.t()[1][2] = 4
@@ -208,6 +223,9 @@ WRITERS: dict[str, Callable] = {                      # of a tensor, another one
     "index_fill_": lambda t, other, n: t.index_fill_(0, torch.tensor([0]), n) if t.dim() and len(t) else t.add_(1),
     "[...]": lambda t, other, n: t.__setitem__(..., n), "[0]": lambda t, other, n: t.__setitem__(0, n),
     "[1:]": lambda t, other, n: t.__setitem__(slice(1, None), other[1:]),
+    "[1:] = [0]": lambda t, other, n: t.__setitem__(slice(1, None), t[0]),
+    "[1:] = sum": lambda t, other, n: t.__setitem__(slice(1, None), other.sum(0)),
+    "expanded": lambda t, other, n: t.copy_(other[..., :1].expand_as(other)),
     "[..., 0]": lambda t, other, n: t.__setitem__((..., 0), n),
     "[1:] +=": lambda t, other, n: t.__setitem__(slice(1, None), t[1:].add_(n)),
     ".data": lambda t, other, n: t.data.add_(n),
