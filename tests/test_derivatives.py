@@ -147,6 +147,21 @@ def test_tangents_of_lazy_tensors(ranks, sbp):
                 torch.testing.assert_close(got, tangent(lazy, other, view, lambda t: t))
 
 
+@pytest.mark.parametrize("ranks, sbp", LAYOUTS[:4])
+@pytest.mark.parametrize("of, into", [(torch.float32, torch.float64), (torch.float64, torch.float32),
+                                      (torch.float32, torch.complex64)])
+def test_a_tangent_has_the_dtype_of_what_it_is_written_into(of, into, ranks, sbp):
+    x, value = torch.zeros(4, 3, dtype=into), torch.arange(6.0, dtype=of).reshape(2, 3)
+
+    def tangent(put):
+        with forward_ad.dual_level():
+            y = put(x)
+            y[1:3] = forward_ad.make_dual(put(value), put(value / 3))
+            return forward_ad.unpack_dual(y).tangent
+
+    torch.testing.assert_close(tangent(Spread(ranks, sbp).place).full_tensor(), tangent(lambda t: t))
+
+
 KINDS = {
     "backward": backward, "double backward": double_backward, "forward": forward,
     "forward over backward": forward_over_backward,

@@ -52,14 +52,14 @@ def as_strided_scatter(call: Call, run: Run) -> Any:
 
 
 def zeros_in_memory_like(call: Call, run: Run) -> Any:
-    """Zeros laid out, and lazily conjugated or negated, as `other` is: forward AD copies a tangent into them. The first
-    dims of `self`, over which a transform maps, are outside of that memory."""
+    """Zeros of the dtype of `other`, laid out, and lazily conjugated or negated, as it is: forward AD copies a tangent
+    into them. The first dims of `self`, over which a transform maps, are outside of that memory."""
     like = call["other"]
     size, stride = list(like.shape), list(like.stride())
     step = 1 + sum((n - 1) * each for n, each in zip(size, stride))
     for n in reversed(call["self"].shape[:call["self_num_batch_dims"]]):
         size, stride, step = [n, *size], [step, *stride], step * n
-    zeros = run(aten.new_empty_strided.default, like, size, stride, dtype=call["self"].dtype)
+    zeros = run(aten.new_empty_strided.default, like, size, stride)
     zeros = run(aten.zero_.default, zeros)
     zeros = run(aten._conj.default, zeros) if like.is_conj() else zeros      # below autograd torch sets bits unseen
     return run(aten._neg_view.default, zeros) if like.is_neg() else zeros
