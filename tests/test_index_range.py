@@ -42,6 +42,11 @@ PROGRAMS = {
     "nll_loss": lambda w, i: F.nll_loss(F.log_softmax(w.t()[:2], 1), i),
     "multi_margin_loss": lambda w, i: F.multi_margin_loss(w.t()[:2], i),
     "one_hot": lambda w, i: F.one_hot(i, 6),
+    "one_hot, classes counted": lambda w, i: F.one_hot(i),
+    "one_hot of labels below 0": lambda w, i: F.one_hot(i - 10),
+    "one_hot of no labels": lambda w, i: F.one_hot(i[:0]),
+    "one_hot of no classes": lambda w, i: F.one_hot(i, 0),
+    "one_hot of neither": lambda w, i: F.one_hot(i[:0], 0),
     "bincount": lambda w, i: torch.bincount(i),
     "a number": lambda w, i: w[int(i[1])],
 }

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from globaltensor.algorithms.local_impls import check_range
-from globaltensor.layouts.global_like import is_global
+from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.runtime import custom_ops
 from globaltensor.runtime.torch_internals import OWN_KEYS, ExcludeDispatchKeys, OpOverload, transforms_active
 from globaltensor.tensors.redistribution import to_layout
@@ -101,11 +101,13 @@ def _embedding_bag(weight: torch.Tensor, indices: torch.Tensor, offsets: torch.T
         return aten._embedding_bag.default(weight, indices, offsets, by_frequency, mode, False, *others)
 
 
-def check_classes(tensor: torch.Tensor, num_classes: int = -1) -> None:
+def check_classes(labels: GlobalLike, num_classes: int) -> None:
     """F.one_hot looks at the values of plain CPU tensors only. Raises OutOfRangeError for a class that there is not."""
-    if is_global(tensor) and num_classes > 0:
-        for shard in tensor.shards.values():
-            check_range(shard, num_classes, "class")
+    if num_classes < 1:                              # in torch's words
+        raise RuntimeError("Class values must be smaller than num_classes." if labels.numel() else
+                           "Can not infer total number of classes from empty tensor.")
+    for shard in labels.shards.values():
+        check_range(shard, num_classes, "class")
 
 
 TAKEN: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {F.embedding: embedding, torch.Tensor.__getitem__: item}

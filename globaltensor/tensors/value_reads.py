@@ -38,9 +38,11 @@ def assign(x: Any, index: Any, value: Any) -> None:
 
 def one_hot(x: Any, num_classes: int = -1) -> torch.Tensor:
     """torch's own, after a look at the values, of which a pending sum has only terms."""
-    if is_global(x):
+    if is_global(x) and x.dtype == torch.int64:      # torch refuses the others
         x = to_layout(x, x.spec.layout.without_partials)
-    check_classes(x, num_classes)
+        if num_classes == -1 and x.numel():
+            num_classes = max(int(x.max().item()), 0) + 1
+        check_classes(x, num_classes)
     with ExcludeDispatchKeys(OWN_KEYS):
         # torch compares where it cannot scatter, and a comparison has the strides of what is compared
         return aten.one_hot.default(aten.contiguous.default(x), num_classes)
