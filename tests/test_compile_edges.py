@@ -160,6 +160,36 @@ def test_attention_in_turns_keeps_what_is_no_number():
     torch.testing.assert_close(got.full_tensor(), want, equal_nan=True)
 
 
+ITEMS = {  # numbers of global tensors, which fullgraph=True has in the graph
+    "times": lambda x: x * x.sum().item(), "of one element": lambda x: x * float(x[0, 1]),
+    "divided": lambda x: 1 - x.square().sum().item() / (x + 2) + x.amax().item(),
+    "written": lambda x: (x + 1).mul_(x.amax().item()), "clamped": lambda x: x.clamp(max=x.mean().item()),
+    "computed": lambda x: (x * (x.square().sum().item() ** 0.5 + 1)).softmax(-1),
+    "two": lambda x: (x @ x.T) * x[0, 0].item() * x[2, 1].item(), "compared": lambda x: x * (x > x.mean().item()),
+    "an int": lambda x: x * x.argmax().item(), "filled": lambda x: x.masked_fill(x > 0.5, x.amin().item()),
+    "plain": lambda x: x * torch.full((6,), x.amax().item()), "of a list": lambda x: torch._foreach_mul(
+        [x, x + 1], x.amax().item()),
+}
+
+
+@pytest.mark.parametrize("sbp", [B, S(0), P], ids=str)
+@pytest.mark.parametrize("name", ITEMS)
+def test_a_graph_has_one_number_for_all_ranks(name, sbp):
+    same_as_plain(ITEMS[name], [X], [sbp], TWO)
+
+
+@pytest.mark.parametrize("sbp", [B, S(0), P], ids=str)
+def test_a_graph_returns_numbers_and_takes_those_that_are_0_and_infinite(sbp):
+    """Terms of a pending sum that are multiplied by one of these make no sum."""
+    f = compiled(lambda x: (x * x.amax().item(), x.sum().item(), x.argmax().item(), x.isnan().any().item()))
+    for number in (2.0, 0.0, torch.inf):
+        x = torch.full((4, 6), -1.0)
+        x[1, 2] = number
+        got, *numbers = f(gt.from_full(x, TWO, sbp))
+        assert (numbers[0], numbers[1:]) == (x.sum().item(), [8, False])
+        torch.testing.assert_close(got.full_tensor(), x * number)
+
+
 @pytest.mark.parametrize("layouts", [(S(0), B), (B, S(1)), (S(1), S(0))], ids=str)
 def test_a_region_that_is_compiled_once_is_a_part_of_the_graph(layouts):
     @torch.compiler.nested_compile_region

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from math import prod
+from math import nan, prod
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ from globaltensor.runtime.world import local_ranks_of, world
 def decide(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Decision:
     """How this call runs, decided anew."""
     refuse_collectives(func)
-    call = Call(func, args, kwargs)
+    call = Call(func, *_for_any_float(args, kwargs))
     line = line_of(func)
     decomposition = line.decomposition if line is not None else None
     if writes_view(call) and not (decomposition and func._schema.arguments[-1].is_out):      # those make, then copy
@@ -100,10 +100,16 @@ def _write_result_whole(cls: type[GlobalLike], call: Call) -> Decomposition | No
 
 def decide_by_rule(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Recipe:
     """How this call runs on its own, even if a decomposition applies; of no foreach op."""
-    call = Call(func, args, kwargs)
+    call = Call(func, *_for_any_float(args, kwargs))
     recipe = _decide_by_rule(cls, call, line_of(func), _one_placement(cls, call), len(args))
     assert isinstance(recipe, Recipe)                # nothing else was asked
     return recipe
+
+
+def _for_any_float(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The arguments with nan for a float of a graph that only values tell, such as x.item(): what is decided for nan,
+    which no sum of terms may be multiplied by, holds for all."""
+    return tree_map_only(torch.SymFloat, lambda _: nan, (args, kwargs))
 
 
 def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where: placement, positional: int,

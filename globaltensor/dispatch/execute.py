@@ -31,6 +31,8 @@ from globaltensor.runtime.philox import draw_key
 from globaltensor.runtime.torch_internals import OpOverload, break_graph, compiling, is_of_a_trace
 from globaltensor.runtime.world import world
 
+_ITEM = torch.ops.aten._local_scalar_dense.default
+
 Remake = Callable[[OpOverload, Sequence[Any]], list[Shards]]
 
 
@@ -108,7 +110,8 @@ def _run_ranks(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwarg
         if recipe.seeded:                            # drawn by every process, so that their generators stay in step
             seed = draw_key(Call(func, args, kwargs).get("generator"))
     results: dict[int, Any] = {}
-    for rank in recipe.ranks:
+    # of a number each rank has the same one, of which a graph would make a symbol for each
+    for rank in recipe.ranks[:1] if func is _ITEM else recipe.ranks:
         if simple is not None:
             local_args, local_kwargs = list(args), kwargs
             for at in simple:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from cmath import isfinite
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import nan
 from typing import Any
 
 import torch
@@ -112,6 +113,8 @@ def static(value: Any, cls: type[GlobalLike]) -> Any:
     # a learning rate that changes every step must not be a new decision every step
     if kind is float or kind is complex:
         return kind, value == 0, isfinite(value)
+    if kind is torch.SymFloat:                       # of a graph: only values tell it
+        return static(nan, cls)
     if kind is torch.Generator:
         return kind
     if kind is int or kind is bool:

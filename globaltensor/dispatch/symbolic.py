@@ -48,8 +48,8 @@ _DECOMPOSITIONS = {decompositions.mean, decompositions.nll_mean, decompositions.
 
 
 def settled(func: OpOverload, args: Any, kwargs: Any) -> Any:
-    """The call with numbers for floats, as decisions are made for numbers, and with tensors that have numbers for the
-    sizes that torch knows by now. (A tensor cannot change its own sizes, so one of the same shards takes its place; not
+    """The call with numbers for the floats that torch knows, and with tensors that have numbers for the sizes that it
+    knows by now. (A tensor cannot change its own sizes, so one of the same shards takes its place; not
     where it is written to or viewed.)"""
     stays = func.is_view or func._schema.is_mutable
 
@@ -65,7 +65,8 @@ def settled(func: OpOverload, args: Any, kwargs: Any) -> Any:
         same.made_after = x.made_after
         return same
 
-    return tree_map_only(torch.SymFloat, float, tree_map_only(torch.Tensor, one, (args, kwargs)))
+    return tree_map_only(torch.SymFloat, lambda n: float(n) if n.node.has_hint() else n,
+                         tree_map_only(torch.Tensor, one, (args, kwargs)))
 
 
 def concerned(args: Any, kwargs: Any) -> bool:
@@ -86,8 +87,7 @@ def with_numbers(func: OpOverload, args: Any, kwargs: Any) -> Any:
 def decide_by_symbols(cls: type[GlobalLike], func: OpOverload, args: Any, kwargs: Any) -> Decision | None:
     """How a call with symbols runs; None where it can run with numbers only."""
     line = line_of(func)
-    if line is None or not _knows_symbols(line) or any(type(n) in (torch.SymFloat, torch.SymBool)
-                                                       for n in tree_leaves((args, kwargs))):
+    if line is None or not _knows_symbols(line) or any(type(n) is torch.SymBool for n in tree_leaves((args, kwargs))):
         return None
     if not modes_active():
         decision = decide(cls, func, args, kwargs)
