@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from types import FrameType
 from typing import NamedTuple
 
@@ -30,6 +31,17 @@ BETWEEN = tuple(TORCH + os.path.join(*name) for name in (("autograd", "function.
 _SKIPPED_MODULES = ("torch.", "typing_extensions")      # the latter stands around what torch calls deprecated
 _SKIP = (OURS, TORCH, os.path.dirname(os.__file__) + os.sep + "contextlib", "<frozen", "<string>", "<eval_with_key>",
          "<subclass_wrapper>", "<backward_subclass_", "<dedup_wrapper>", "<debug_assert_wrapper>")     # of torch 2.12
+_PACKAGES = ("site-packages", "dist-packages")       # folders of libraries
+_COMPILED = "_orig_mod."                             # what torch.compile has before the names of what it wraps
+
+
+def line_of_program() -> str:
+    """`file:line` of the innermost frame of the program that is in no installed library, where these ask on its behalf;
+    `where()` if there is none."""
+    frame = inner = _call_of_program(sys._getframe(1))
+    while frame is not None and any(f"{os.sep}{folder}{os.sep}" in frame.f_code.co_filename for folder in _PACKAGES):
+        frame = _call_of_program(frame.f_back)
+    return where(frame or inner)
 
 
 def where(frame: FrameType | None = None) -> str:
@@ -239,6 +251,14 @@ def keyword_fix(key: str, valid: Iterable[str], before: str = "") -> str:
     that is most like it, or none."""
     near = get_close_matches(key, valid, 1)
     return f"{before}{near[0]}=..." if near else f"the same without {before}{key}="
+
+
+def compiled_fix(name: str, others: Iterable[str]) -> str:
+    """What to type where a name, or a pattern as in fnmatch, fits one of the others but for what torch.compile has in
+    the names of what it wraps; else ""."""
+    plain = name.replace(_COMPILED, "")
+    fits = any(_COMPILED in name + other and fnmatchcase(other.replace(_COMPILED, ""), plain) for other in others)
+    return "model._orig_mod for a compiled model; or model.compile(), which leaves names as they are" if fits else ""
 
 
 def expect_path(value: object, role: str, fix: str) -> None:

@@ -3,10 +3,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+import safetensors.torch
 import torch
 from torch.distributed.tensor import Partial, Replicate
+from torch.testing._internal.two_tensor import TwoTensor
 
 import globaltensor as gt
 from globaltensor.errors import (
@@ -53,6 +56,34 @@ def backward_forbidden():
         return x.softmax(0)
 
 
+def mlp(compiled=None):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()))
+    if compiled == "layer":
+        model[1] = torch.compile(model[1], backend="eager")
+    return torch.compile(model, backend="eager") if compiled == "whole" else model
+
+
+def planned(of, compiled, pattern="1.0.weight"):
+    prefix = {"whole": "_orig_mod.", None: ""}.get(of, "")
+    gt.parallelize(mlp(compiled), gt.placement("cpu", [0, 1], ("tp",)), {prefix + pattern: {"tp": S(0)}})
+
+
+def loaded(save, load, of, into):
+    with TemporaryDirectory() as folder:
+        save(mlp(of).to_global(on(), B), folder)
+        load(mlp(into).to_global(on(), B), folder)
+
+
+def save_model(model, folder):
+    gt.save({"model": model}, folder)
+
+
+def load_model(model, folder):
+    gt.load({"model": model}, folder)
+
+
+COMPILED = "model._orig_mod for a compiled model; or model.compile(), which leaves names as they are"
+
 # what to do, class, and what must stand in: the first line, `why`, `try`
 MISTAKES = {
     "rank outside the world": (lambda: on(0, 99), PlacementError, "rank 99 is outside the world of 8 ranks",
@@ -76,6 +107,27 @@ MISTAKES = {
     "one device": (lambda: gt.placement("cpu:0", [0]), PlacementError, "a placement on the single device 'cpu:0'",
                    "device type", 'gt.placement("cpu", [0])'),
     "no device at all": (lambda: gt.placement("gpu", [0]), PlacementError, "no device of type 'gpu'", "torch", "cpu"),
+    "plan for a compiled model": (lambda: planned(None, "whole"), SbpError, "fits no parameter", "_orig_mod.1.0.weight",
+                                  COMPILED),
+    "plan for a compiled layer": (lambda: planned(None, "layer"), SbpError, "fits no parameter", "", COMPILED),
+    "plan of a compiled model": (lambda: planned("whole", None), SbpError, "fits no parameter", "", COMPILED),
+    "activations of a compiled model": (lambda: planned("whole", None, "1.0 ->"), SbpError, "fits no module", "",
+                                        COMPILED),
+    "plan for another model": (lambda: planned(None, "whole", "2.weight"), SbpError, "fits no parameter", "", "as in"),
+    "styles of a compiled model": (lambda: gt.Plan.of_styles(mlp("whole"), {"1.0": "colwise"}), SbpError,
+                                   "fits no module", "_orig_mod.1.0", COMPILED),
+    "save of a compiled model": (lambda: loaded(save_model, load_model, "whole", None), GlobalTensorError,
+                                 "the state has a tensor 'model/0.bias'", "_orig_mod.0.bias", COMPILED),
+    "load into a compiled model": (lambda: loaded(gt.save_safetensors, gt.load_safetensors, None, "layer"),
+                                   GlobalTensorError, "'1._orig_mod.0.bias'", "'1.0.bias'", COMPILED),
+    "stages of a compiled model": (lambda: gt.pipeline(mlp("whole"), [on(0), on(1)], micro_batches=2),
+                                   GlobalTensorError, "a compiled Sequential cannot be cut", "as a whole",
+                                   "torch.compile of its layers"),
+    "a wrapper of tensors": (lambda: gt.from_full(TwoTensor(torch.ones(2), torch.ones(2)), on(), B), GlobalTensorError,
+                             "a TwoTensor, a wrapper", "read from memory", "gt.save, then quantize_(model)"),
+    "saved by a library": (lambda: safetensors.torch.save({"x": ones(2)}), GlobalTensorError,
+                           "a global tensor's storage", "no memory of its own",
+                           "gt.save_safetensors(model, folder) or gt.save("),
     "axis names": (lambda: gt.placement("cpu", [0, 1], axis_names=("a", "b")), PlacementError, "for 1 axis",
                    "one name", ""),
     "too many sbps": (lambda: ones(4, sbp=(S(0), B)), SbpError, "2 sbps (S(0), B) for a placement of 1 axis",

@@ -192,6 +192,8 @@ def _template(node: ast.expr | None) -> str:
         case ast.IfExp(body=body, orelse=other):
             either = [text for text in (_template(body), _template(other)) if text]
             return " / ".join(either)
+        case ast.BoolOp(op=ast.Or(), values=each):
+            return " / ".join(map(_template, each))
         case _:
             return "…"
 

@@ -35,7 +35,7 @@ from globaltensor.checkpoint.pieces import (
 )
 from globaltensor.checkpoint.remote import Folder, folder_at
 from globaltensor.checkpoint.tree import FlatState, decode, flatten, is_object, join_path
-from globaltensor.errors import counted
+from globaltensor.errors import compiled_fix, counted
 from globaltensor.runtime.torch_internals import has_internal_overlap
 from globaltensor.tensors.global_tensor import GlobalTensor
 
@@ -144,7 +144,8 @@ def check_names(own: Iterable[str], saved: Iterable[str], what: str, kind: str =
             raise CheckpointError(f"{has} has a {kind} {extra[0]!r}, {lacks} does not",
                                   (f"the closest there: {', '.join(map(repr, near))}" if near else
                                    f"it has {', '.join(map(repr, others[:4])) or 'none'}") + more,
-                                  "the same structure and the same model as when it was saved")
+                                  compiled_fix(extra[0], others)
+                                  or "the same structure and the same model as when it was saved")
 
 
 def check_fit(entry: Entry, t: torch.Tensor, dtype: bool = True) -> None:

@@ -39,7 +39,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from globaltensor.errors import SbpError, counted, expect, expect_path
+from globaltensor.errors import SbpError, compiled_fix, counted, expect, expect_path
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import Sbp, broadcast, not_an_sbp, read_sbp, split, with_axes
 from globaltensor.parallel import experts as expert_layers, grids
@@ -361,13 +361,14 @@ def _check_rows(module: nn.Module, plan: Plan) -> None:
                 modules = [name for name, _ in module.named_modules() if name]
                 raise SbpError(f"the plan's row {pattern!r} fits no module",
                                f"its modules are {_listing(modules)}" + _nearest(_without_suffix(pattern), modules),
-                               "a pattern as in fnmatch, such as 'blocks.* ->'")
+                               compiled_fix(_without_suffix(pattern), modules)
+                               or "a pattern as in fnmatch, such as 'blocks.* ->'")
             continue
         fitting = [name for name in tensors if fnmatch.fnmatchcase(name, pattern)]
         if not fitting:
             raise SbpError(f"the plan's row {pattern!r} fits no parameter or buffer",
                            f"they are {_listing(list(tensors))}" + _nearest(pattern, list(tensors)),
-                           "a pattern as in fnmatch, such as '*.weight'")
+                           compiled_fix(pattern, tensors) or "a pattern as in fnmatch, such as '*.weight'")
     for name, tensor in tensors.items():
         for axis, s in _row_of(plan, name).items():
             if s.is_split and not -tensor.dim() <= s.dim < tensor.dim():

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from globaltensor.errors import ArgumentError, SbpError
+from globaltensor.errors import ArgumentError, SbpError, compiled_fix
 from globaltensor.layouts.sbp import Sbp, broadcast, read_sbp, split
 from globaltensor.parallel.grids import PlanRow
 
@@ -53,7 +53,8 @@ def _no_module(pattern: str, names: list[str]) -> SbpError:
     near = difflib.get_close_matches(pattern, names, 3, 0.5)
     return SbpError(f"the plan's row {pattern!r} fits no module",
                     f"its modules are {', '.join(names[:8])}{', ...' * (len(names) > 8)}",
-                    f"{', '.join(map(repr, near)) or 'one of these names'}, or a pattern as in fnmatch")
+                    compiled_fix(pattern, names)
+                    or f"{', '.join(map(repr, near)) or 'one of these names'}, or a pattern as in fnmatch")
 
 
 def _of_word(pattern: str, word: str, fitting: list[nn.Module], axis: str) -> Iterator[tuple[str, PlanRow, str]]:

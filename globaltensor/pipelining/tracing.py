@@ -144,6 +144,10 @@ def _graph(model: nn.Module, inputs: Collection[str]) -> fx.Graph:
 
 
 def _traced_graph(model: nn.Module, inputs: Collection[str]) -> fx.Graph:
+    if isinstance(within := dict(model.named_children()).get("_orig_mod"), nn.Module):
+        raise UntraceableError(f"a compiled {type(within).__name__} cannot be cut", "torch.compile runs it as a whole",
+                               "the model as it was, in stages that are compiled: torch.compile of its layers, or "
+                               "[torch.compile(first), torch.compile(second)]")
     tracer, before = _Tracer(model, inputs), set(vars(model))
     try:
         with _factories_traced(tracer):

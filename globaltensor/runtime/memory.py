@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from globaltensor.errors import GlobalTensorError
+from globaltensor.errors import GlobalTensorError, line_of_program
 from globaltensor.layouts.global_like import is_global
 from globaltensor.runtime.torch_internals import data_address, in_fake_mode
 
@@ -43,7 +43,9 @@ def missing(t: torch.Tensor) -> tuple[str, str] | None:
     if hasattr(t, "full_tensor"):
         return f"a {type(t).__name__}", "gt.from_dtensor(t), or x.to_dtensor() of the global tensors beside it"
     if type(t) not in (torch.Tensor, torch.nn.Parameter):
-        return f"a {type(t).__name__}, a wrapper of other tensors", "the tensor that it stands for"
+        return (f"a {type(t).__name__}, a wrapper of other tensors",
+                "the tensor that it stands for; of a model that a library quantizes (torchao's quantize_): first "
+                "gt.to_global or gt.parallelize, and gt.save, then quantize_(model)")
     if t.device.type == "meta":
         return ("a tensor on the meta device",
                 'torch.empty_like(t, device="cpu"), then filled; of a module: module.to_empty(device="cpu")')
@@ -65,8 +67,9 @@ class NoMemory(torch.UntypedStorage):
 
     def data_ptr(self) -> Any:
         raise GlobalTensorError("the address or the bytes of a global tensor's storage", "it has no memory of its own",
-                                "x.full_tensor(), x.to_local(), or its shards: x.shards[rank]; to save a model: "
-                                "gt.save_safetensors(model, folder)")
+                                "x.full_tensor(), x.to_local(), or its shards: x.shards[rank]; to save a model, "
+                                'gt.save_safetensors(model, folder) or gt.save({"model": model}, folder); with '
+                                "Accelerate, that of globaltensor.trainers.accelerate", line_of_program())
 
     def resize_(self, size: int) -> Any:
         raise GlobalTensorError("another size for a global tensor's storage, as torch's FullyShardedDataParallel asks",
