@@ -8,6 +8,7 @@ Every message ends with its anchor in the error index (docs/reference/errors.md)
 """
 from __future__ import annotations
 
+import copyreg
 import math
 import os
 import re
@@ -20,7 +21,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -151,6 +152,10 @@ class GlobalTensorError(RuntimeError):
         lines += [f"  try:   {fix}"] if fix else []
         lines += [f"  docs:  errors#{self.anchor}"]
         super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, in this process or another one, says what this one does: it is not raised anew where it is made."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
     def __repr__(self) -> str:
         """In lines: torch.compile tells of an error by its repr."""

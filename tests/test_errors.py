@@ -1,7 +1,11 @@
 """Every mistake is told: what, where (the user's own line), why, and what to type."""
 from __future__ import annotations
 
+import copy
+import pickle
 import re
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,6 +27,7 @@ from globaltensor.errors import (
     ShapeError,
     TransportError,
 )
+from globaltensor.rules.parse import parse_rule
 from globaltensor.simulator.cluster import hypothetical_placements
 
 S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
@@ -203,6 +208,34 @@ def test_a_mistake_is_told(name):
     assert (bool(error.why) or not why) and (bool(error.fix) or not fix)
     assert re.fullmatch(r"(.*/)?test_errors\.py:\d+", error.where), error.where
     assert f"  where: {error.where}" in str(error)
+
+
+COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy} | {
+    f"pickle {protocol}": lambda error, protocol=protocol: pickle.loads(pickle.dumps(error, protocol))
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1)}
+OF_RULES = {"a rule": lambda: parse_rule("a b -> a ("), "a plan": lambda: gt.Plan.parse("")}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("name", [*MISTAKES, *OF_RULES])
+def test_a_copy_says_what_its_error_says(name, way):
+    with pytest.raises(GlobalTensorError) as caught:
+        {**OF_RULES, **{each: mistake for each, (mistake, *_) in MISTAKES.items()}}[name]()
+    error = caught.value
+    error.add_note("a note")
+    again = COPIES[way](COPIES[way](error))
+    assert type(again) is type(error) and again is not error
+    assert (str(again), repr(again), again.args, vars(again)) == (str(error), repr(error), error.args, vars(error))
+
+
+def fails():
+    ones(4, 4, sbp=S(9))
+
+
+def test_an_error_of_another_process_names_its_own_line():
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool, pytest.raises(SbpError) as caught:
+        pool.submit(fails).result()
+    assert str(caught.value).count("where:") == 1 and "test_errors.py" in caught.value.where
 
 
 def test_where_is_the_very_line():
