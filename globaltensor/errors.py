@@ -71,11 +71,17 @@ def _name_to_show(file: str) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """`file:line` of the program, where an error that has been raised comes from."""
-    steps = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [(file, line) for file, line in steps if not file.startswith(_SKIP)]
-    file, line = (own or steps or [("<unknown>", 0)])[-1]
-    return f"{_name_to_show(file)}:{line}"
+    """`file:line` of the program, where an error that has been raised comes from; where no step of it is the program's,
+    the call that led to them."""
+    steps = list(traceback.walk_tb(error.__traceback__))
+    own = [(frame, line) for frame, line in steps if not frame.f_code.co_filename.startswith(_SKIP)]
+    called = _call_of_program(steps[0][0]) if steps else None
+    if not own and called is not None:
+        own = [(called, called.f_lineno)]
+    if not (own or steps):
+        return "<unknown>"
+    frame, line = (own or steps)[-1]
+    return f"{_name_to_show(frame.f_code.co_filename)}:{line}"
 
 
 def message_of(error: BaseException) -> str:

@@ -221,6 +221,20 @@ def test_a_forward_that_looks_at_values_is_an_error_at_its_line():
         capture(nn.Linear(4, 3), torch.zeros(2, 4), lambda y: y)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("lead", [(8,), (8, 3)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64, torch.bfloat16])
+def test_dtypes_that_a_linear_layer_does_not_take_are_told_in_the_words_of_torch(dtype, lead, bias):
+    layer, x = nn.Sequential(nn.Linear(4, 4, bias)), torch.zeros(*lead, 4, dtype=dtype)
+    with pytest.raises(RuntimeError) as of_torch:
+        layer(x)
+    for plan in (lambda: capture(layer, x), lambda: gt.strategy(layer, x, devices=2)):
+        with pytest.raises(CaptureError) as error:
+            plan()
+        assert error.value.why == f"RuntimeError: {of_torch.value}" and "fit the model" in error.value.fix
+        assert "test_capture.py" in error.value.where
+
+
 def families():
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()

@@ -55,7 +55,17 @@ def loader(*args, **options):
 
 
 def planned(**options):
-    return gt.strategy(nn.Sequential(nn.Linear(4, 4)), torch.ones(8, 4), **options)
+    return gt.strategy(**{"model": nn.Sequential(nn.Linear(4, 4)), "batch": torch.ones(8, 4), **options})
+
+
+def applied(**options):
+    """The model stays plain, whatever is wrong."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    strategy = gt.strategy(model, torch.ones(8, 4), devices=2, dp=2)
+    try:
+        strategy.apply(**{"model": model, "loss": None, "optimizer_class": torch.optim.SGD, **options})
+    finally:
+        assert not any(getattr(p, "is_global", False) for p in model.parameters())
 
 
 def entered(block):
@@ -331,6 +341,24 @@ API |= {
     "strategy none": lambda: gt.strategy(None, torch.ones(2)),
     "strategy cluster": lambda: planned(cluster="nowhere"),
     "strategy cluster folder": lambda: planned(cluster=TMP),
+    "strategy cluster none": lambda: planned(cluster=None),
+    "strategy cluster number": lambda: planned(cluster=5),
+    "strategy cluster dict": lambda: planned(cluster={"flops": 1e12}),
+    "strategy width": lambda: planned(batch=torch.ones(8, 5)),
+    "strategy dtype": lambda: planned(batch=torch.ones(8, 4, dtype=torch.int64)),
+    "strategy names": lambda: planned(batch={"x": torch.ones(8, 4)}),
+    "strategy arguments": lambda: planned(batch=(torch.ones(8, 4), torch.ones(8, 4))),
+    "strategy loss": lambda: planned(loss=5),
+    "strategy loss of targets": lambda: planned(loss=nn.functional.mse_loss),
+    "strategy loss of nothing": lambda: planned(loss=lambda output: None),
+    "strategy loss of several": lambda: planned(loss=lambda output: (output.mean(), output)),
+    "strategy targets alone": lambda: planned(targets=torch.ones(8, 4)),
+    "apply optimizer": lambda: applied(optimizer_class=sgd()),
+    "apply optimizer none": lambda: applied(optimizer_class=None),
+    "apply optimizer text": lambda: applied(optimizer_class="adamw"),
+    "apply model none": lambda: applied(model=None),
+    "apply loss": lambda: applied(loss=5),
+    "apply loss text": lambda: applied(loss="mse"),
     "strategy devices text": lambda: planned(devices="8"),
     "strategy devices zero": lambda: planned(devices=0),
     "strategy dp float": lambda: planned(dp=1.5),

@@ -155,6 +155,11 @@ def test_a_program_needs_devices(said):
     assert "which --devices?" in said("--program train.py:build")[2]
 
 
+def test_a_model_of_layers_alone_has_no_line_of_its_own(said):
+    _, _, err = said("--program train.py:forgets --devices 1")
+    assert "where:" not in err and "fit the model" in err
+
+
 def test_targets_that_are_missing_are_no_values_that_are_looked_at():
     with pytest.raises(CaptureError, match="fit the model"):
         gt.strategy(nn.Linear(4, 4), torch.zeros(4, 4), devices=1, loss=nn.functional.mse_loss)

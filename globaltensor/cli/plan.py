@@ -36,7 +36,7 @@ from collections.abc import Callable
 from globaltensor.cli.memory import model, problem
 from globaltensor.cli.problem import Problem, unwritable
 from globaltensor.cli.program import as_options, load_program
-from globaltensor.errors import OURS, GlobalTensorError
+from globaltensor.errors import GlobalTensorError, where
 from globaltensor.planner.explaining import GptSearch, explanation_of, explanation_text
 from globaltensor.planner.gpt_on_groups import plan_gpt
 from globaltensor.planner.graph import CaptureError
@@ -123,7 +123,7 @@ def _planned_program(chosen: argparse.Namespace) -> int:
             plot=chosen.plot)
     except GlobalTensorError as error:
         error.fix = as_options(error.fix)
-        is_of_program = isinstance(error, CaptureError) and not error.where.startswith(OURS)
+        is_of_program = isinstance(error, CaptureError) and error.where != where()
         raise problem(error, error.where if is_of_program else "") from None
     if chosen.save:
         _write_file(chosen.save, strategy.save)

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from globaltensor.errors import raised_at
+from globaltensor.errors import GlobalTensorError, raised_at
 from globaltensor.planner.device_kernels_of import kernels_of
 from globaltensor.planner.graph import CaptureError
 from globaltensor.planner.repeats import DifferentiatedAgain, repeating
@@ -47,8 +47,6 @@ from globaltensor.tensors.global_tensor import GlobalTensor
 
 if TYPE_CHECKING:
     import networkx
-
-_MISFITS = TypeError, AttributeError, LookupError    # what Python raises where things do not fit together
 
 
 def capture(model: nn.Module, example_inputs: Any, loss: Callable[[Any], torch.Tensor] | None = None,
@@ -84,7 +82,7 @@ def _capture(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any],
         result = torch.func.functional_call(model, leaves, args, named)
         tracer.graph.graph["outputs"] = [tracer.ref(t) for t in tree_leaves(as_tree(result))
                                          if isinstance(t, GlobalTensor)]
-        tracer.run_backward(loss_within(result) if loss is None else loss(result), result)
+        tracer.run_backward(loss_of(result, loss), result)
     tracer.note_gradients(leaves)
     return tracer.graph
 
@@ -98,10 +96,12 @@ def capture_errors(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:                       # anything may be raised by a forward that finds no values
         message = (str(error).splitlines() or [""])[0]
+        # where values are asked for, torch says that a "meta tensor" has none; what else it says is of the operands
+        looks = "meta" in message.lower() or isinstance(error, GlobalTensorError)
         raise CaptureError(f"the step of a {type(model).__name__} cannot be captured",
                            f"{type(error).__name__}: {message}",
-                           "inputs, targets and a loss that fit the model" if isinstance(error, _MISFITS) else
-                           "a forward that does not look at the values of tensors (`.item()`, `if x.any():`)",
+                           "a forward that does not look at the values of tensors (`.item()`, `if x.any():`)" if looks
+                           else "inputs, targets and a loss that fit the model",
                            raised_at(error)) from error
 
 
@@ -112,9 +112,15 @@ def read_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
 
 
-def loss_within(result: Any) -> Any:
-    """The loss that a model itself returns; None where it returns none."""
-    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
-    if loss is None and isinstance(result, torch.Tensor) and not result.dim():
+def loss_of(result: Any, loss: Callable[[Any], Any] | None) -> Any:
+    """The loss of what a model returns. Without one, that which the model returns itself, if it does."""
+    if loss is not None:
+        value = loss(result)
+        if not isinstance(value, torch.Tensor):
+            raise CaptureError(f"a loss that returns {value!r:.40}", "backward begins at a scalar tensor",
+                               "loss=lambda output: output.mean()")
+        return value
+    own = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    if own is None and isinstance(result, torch.Tensor) and not result.dim():
         return result
-    return loss
+    return own

@@ -2,7 +2,8 @@
 
 For scaled dot product attention torch asks the device of the operands which fused kernel fits them. The meta device has
 none, so a program would be seen to make s x s matrices that it never makes. Inside `kernels_of("cpu")` the choice is
-that of the device named, asked on fake tensors of it.
+that of the device named, asked on fake tensors of it. Of a linear map, that device also says which dtypes it does not
+multiply: the meta device takes any.
 """
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from globaltensor.runtime.torch_internals import OpOverload, UntracedMode, fake_mode, without_modes
+from globaltensor.runtime.torch_internals import (
+    OpOverload,
+    UntracedMode,
+    fake_mode,
+    tree_map_only,
+    without_modes,
+)
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 aten = torch.ops.aten
@@ -40,9 +47,21 @@ class _Attention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attention(self.device, *args, **kwargs)
+        if func is F.linear:
+            _check_dtypes(self.device, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             func = _with_attention(func, self.device)
         return func(*args, **kwargs)
+
+
+def _check_dtypes(device: str, *operands: Any, **named: Any) -> None:
+    """Raise what the device's kernel raises for operands of such dtypes; autocast, which changes them, comes after."""
+    dtypes = {t.dtype for t in (*operands, *named.values()) if isinstance(t, torch.Tensor)}
+    if len(dtypes) > 1 and not torch.is_autocast_enabled():
+        with without_modes(), torch.no_grad():
+            few = tree_map_only(torch.Tensor, lambda t: torch.empty([1] * t.dim(), dtype=t.dtype, device=device),
+                                (operands, named))
+            F.linear(*few[0], **few[1])
 
 
 def _with_attention(func: Any, device: str) -> Any:

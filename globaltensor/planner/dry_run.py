@@ -20,7 +20,7 @@ from globaltensor.boxings.watch import BoxingRecord, recorded
 from globaltensor.layouts.layout import Layout, replicated
 from globaltensor.layouts.placement import placement
 from globaltensor.parallel.plan import parallelize
-from globaltensor.planner.capture import loss_within, read_inputs
+from globaltensor.planner.capture import loss_of, read_inputs
 from globaltensor.planner.device_kernels_of import kernels_of
 from globaltensor.runtime.torch_internals import tree_map_only
 from globaltensor.simulator.cluster import hypothetical_placements
@@ -54,8 +54,7 @@ def record_of_dry_run(model: nn.Module, example_inputs: Any, loss: Callable[[Any
         args, named = tree_map_only(torch.Tensor, stand_in, read_inputs(example_inputs))
         with recorded() as moves:
             result = copied(*args, **named)
-            value = loss_within(result) if loss is None else loss(result)
-            value.backward()
+            loss_of(result, loss).backward()
             for p in copied.parameters():
                 _ = p.grad                           # the first read reduces all
     return moves

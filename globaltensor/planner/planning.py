@@ -100,6 +100,7 @@ def _find(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluste
     """What `strategy` does, on one process."""
     expect(model, nn.Module, "gt.strategy of no module", "gt.strategy(model, batch)")
     _check_arguments(devices, memory, seconds, pins, plot)
+    _check_loss(loss, targets)
     began = time.monotonic()
     machines = _machines(cluster, devices, memory)
     fixed = _checked_choices(choices, devices)
@@ -149,6 +150,9 @@ _TOLD = (ArgumentError, BatchError, CaptureError, PinError, GlobalTensorError)
 
 def _machines(cluster: str | os.PathLike[str] | Cluster | ClusterGroups, devices: int, memory: float | None
               ) -> Cluster | ClusterGroups:
+    if not isinstance(cluster, str | os.PathLike | Cluster | ClusterGroups):
+        raise ArgumentError(f"cluster={cluster!r:.60}", "it is a known name, a JSON file, a Cluster or ClusterGroups",
+                            'cluster="dgx-a100"')
     machines = cluster if isinstance(cluster, Cluster | ClusterGroups) else read_cluster(os.fspath(cluster))
     if isinstance(machines, ClusterGroups):
         return machines.first(devices) if memory is None else machines.first(devices).with_memory(float(memory))
@@ -204,6 +208,15 @@ def _check_arguments(devices: object, memory: object, seconds: object, pins: obj
         expect_path(plot, "gt.strategy drawn into no file", 'plot="plan.svg"')
         if os.path.isdir(plot):  # type: ignore[arg-type]  # it is a path
             raise ArgumentError(f"plot={plot!r}", "it is a folder", 'plot="plan.svg", a file')
+
+
+def _check_loss(loss: object, targets: object) -> None:
+    if loss is not None and not callable(loss):
+        raise ArgumentError(f"loss={loss!r:.60}", "it is called with the model's output, and with targets where there "
+                            "are some", "loss=torch.nn.functional.cross_entropy")
+    if targets is not None and loss is None:
+        raise ArgumentError("gt.strategy with targets and no loss", "a loss is what takes them",
+                            "loss=torch.nn.functional.cross_entropy")
 
 
 def _checked_choices(fixed: Fixed, devices: int) -> Fixed:

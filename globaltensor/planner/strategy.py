@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from globaltensor.errors import counted, expect_path
+from globaltensor.errors import ArgumentError, counted, expect, expect_path
 from globaltensor.pictures.markup import element, html_table
 from globaltensor.pipelining.runner import PipelineRunner
 from globaltensor.planner.applying import apply_strategy
@@ -47,7 +47,7 @@ class Strategy(dict[str, Any]):
         """Read what `save` wrote. Raises StrategyError for what is not a JSON object of this format, or cannot be."""
         expect_path(path, "gt.Strategy.load of no file", 'gt.Strategy.load("plan.json")')
         try:
-            read = json.loads(Path(path).read_text())
+            read = json.loads(Path(path).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError) as error:
             raise StrategyError(f"the strategy {os.fspath(path)} could not be read", str(error),
                                 "a file that `globaltensor plan --save` wrote") from None
@@ -85,6 +85,7 @@ class Strategy(dict[str, Any]):
         `runner.step(inputs, targets)` runs a batch of `global_batch` samples, in `micro_batches` parts. Raises
         StrategyError, before anything moves, for what is wrong with the plan or what the runtime cannot do.
         """
+        _check_arguments_of_apply(model, loss, optimizer_class)
         self.check()
         if not self["feasible"]:
             raise StrategyError("this strategy says that nothing fits", "it has no stages to run",
@@ -99,6 +100,20 @@ class Strategy(dict[str, Any]):
         above = [element("div", escape(line), class_="gt-picture", style="font-size:12px") for line in lines]
         cells = ([escape(cell) for cell in row] for row in rows)
         return "".join(above) + html_table(_head(self) if rows else (), cells)
+
+
+def _check_arguments_of_apply(model: object, loss: object, optimizer_class: object) -> None:
+    expect(model, nn.Module, "strategy.apply to no module", "strategy.apply(model, loss, torch.optim.AdamW)")
+    if loss is not None and not callable(loss):
+        raise ArgumentError(f"loss={loss!r:.60}", "it is called with the model's output and the targets",
+                            "torch.nn.functional.cross_entropy, or None: then the model returns its loss")
+    if not callable(optimizer_class):
+        is_one = isinstance(optimizer_class, torch.optim.Optimizer)
+        kind = type(optimizer_class).__name__ if is_one else "AdamW"
+        raise ArgumentError(f"strategy.apply with a {kind} that is made" if is_one else
+                            f"optimizer_class={optimizer_class!r:.60}", "it is called with the parameters of the "
+                            "model once it is spread",
+                            f"torch.optim.{kind}, or lambda p: torch.optim.{kind}(p, lr=1e-4)")
 
 
 _HEAD = ("stage", "layers", "ranks", "axes", "zero", "recompute", "memory")

@@ -33,7 +33,7 @@ from globaltensor.parallel.zero import split_layout
 from globaltensor.pipelining.layer_lists import SkippedLayer, cut_by_layers, without_cache
 from globaltensor.pipelining.stages import StageError
 from globaltensor.pipelining.units import Unit
-from globaltensor.planner.capture import capture_errors, loss_within, read_inputs
+from globaltensor.planner.capture import capture_errors, loss_of, read_inputs
 from globaltensor.planner.cost_tracer import CostTracer
 from globaltensor.planner.device_kernels_of import kernels_of
 from globaltensor.planner.equal_layers import equal_layers, passing
@@ -122,7 +122,7 @@ def _run_step(copied: nn.Module, tracer: CostTracer, groups: list[list[str]], na
             result = copied(*args, **{**named, **own})
             tracer.graph.graph["outputs"] = [tracer.ref(t) for t in tree_leaves(as_tree(result))
                                              if isinstance(t, GlobalTensor)]
-            tracer.run_backward(loss_within(result) if loss is None else loss(result), result)
+            tracer.run_backward(loss_of(result, loss), result)
             tracer.note_moves(None)
         tracer.graph.graph["gradients"] = {name: tracer.ref(grad) for name, p in leaves.items()
                                            if (grad := raw_grad(p)) is not None}
