@@ -48,6 +48,22 @@ def test_a_plan_is_its_text(tmp_path):
     assert "*.bias" not in again and len(again) == len(plan) - 1
 
 
+def test_a_plan_is_read_as_an_editor_saves_it(tmp_path):
+    plan = gt.Plan.of(gpt(), sequence="tp")
+    (tmp_path / "plan.txt").write_text(f"{plan}\r\n", encoding="utf-8-sig")
+    assert str(gt.Plan.load(tmp_path / "plan.txt")) == str(plan)
+
+
+def test_names_that_are_letters_of_sbps_are_names():
+    assert list(gt.Plan.parse("# name tp\nB S(0)\nP -> B\nx.B B")) == ["B", "P ->", "x.B"]
+
+
+def test_along_no_axes_nothing_is_cut_and_along_one_twice_neither():
+    assert not gt.Plan.of(gpt(), ())
+    with pytest.raises(SbpError, match="each of them once"):
+        gt.Plan.of(gpt(), ("tp", "tp"))
+
+
 def test_ready_made_for_a_gpt():
     assert str(gt.Plan.of(gpt(), sequence="tp")) == """\
 # name                        tp
@@ -150,7 +166,9 @@ def test_a_wrong_plan_changes_nothing(plan, axes, text):
 @pytest.mark.parametrize("text, told", [
     ("", "its first line names the axes"), ("token S(0)", "its first line names the axes"),
     ("# name tp\n\ntoken.weight", "line 3: 'token.weight' is not a row of 1 axis"),
-    ("# name dp tp\nx S(0) Q", "line 2: not an sbp: 'Q'"),
+    ("# name dp tp\nx S(0) Q", "line 2: not an sbp: 'Q'"), ("# name tp tp\nx S(0) B", "has an axis twice: tp tp"),
+    ("# name tp\nx S(0) S(1)", "line 2: 'x S(0) S(1)' is not a row of 1 axis"),
+    ("# name tp\nx -> - S(1)", "line 2: 'x -> - S(1)' is not a row of 1 axis"),
 ])
 def test_a_wrong_text_is_told_by_its_line(text, told):
     with pytest.raises(SbpError, match=re.escape(told)):

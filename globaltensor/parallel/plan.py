@@ -16,8 +16,7 @@ A row is a pattern as in fnmatch; the first that fits a parameter or buffer says
 broadcast. `module ->` is about activations instead: what those modules give is brought to lie so, `module <-` what they
 take, and `parameter ->` is how a parameter lies while its module works. Tokens given to `module =>` travel to the ranks
 that hold the experts they chose, and back (experts.py). What `module />` gives is several tensors in one, each dealt
-out along the axis when it is split or chunked (tensors/dealt_parts.py). The model stays what it is; no wrapper is put
-around it.
+out along the axis when it is split or chunked (tensors/dealt_parts.py). The model is not wrapped.
 
 The ready-made rows are Megatron-LM's (Shoeybi et al., arXiv:1909.08053): a pair of linear layers is cut along the
 outputs of the first and the inputs of the second, so that only the second leaves a sum behind; attention by heads;
@@ -65,7 +64,6 @@ _OUT, _IN, _EXPERTS, _PARTS, _UNCHANGED = " ->", " <-", " =>", " />", "-"
 OF_MODULES = (_OUT, _IN, _EXPERTS, _PARTS)
 _WHOLE = "# whole: "
 
-
 R = TypeVar("R")
 
 
@@ -103,7 +101,7 @@ class Plan(MutableMapping[str, PlanRow]):
         if not isinstance(axis, str):
             if len(axis) > 1:
                 return cls._on_grid(module, tuple(axis))
-            axis = axis[0]
+            axis = axis[0] if axis else ""
         weights: PlanRows = {}
         outputs: PlanRows = {}
         travels: PlanRows = {}
@@ -150,9 +148,9 @@ class Plan(MutableMapping[str, PlanRow]):
 
     @classmethod
     def _on_grid(cls, module: nn.Module, axes: tuple[str, ...]) -> Plan:
-        if len(axes) > 3:
-            raise SbpError(f"a plan along {len(axes)} axes: {', '.join(axes)}",
-                           "layers are cut along one, two or three", f"gt.Plan.of(model, {axes[:3]})")
+        if len(axes) > 3 or len(set(axes)) < len(axes):
+            raise SbpError(f"a plan along {len(axes)} axes: {', '.join(axes)}", "layers are cut along one, two or "
+                           "three, each of them once", f"gt.Plan.of(model, {tuple(dict.fromkeys(axes))[:3]})")
         layers = [(name, layer) for name, layer in module.named_modules() if name_of_adapted(name) == name]
         tensors, moved = grids.plan_rows([(name, layer, layer_kind(name, layer, module)) for name, layer in layers],
                                          axes)
@@ -168,7 +166,7 @@ class Plan(MutableMapping[str, PlanRow]):
         """Read what `save` wrote. Raises SbpError with the line that is wrong."""
         expect_path(path, "gt.Plan.load of no file", 'gt.Plan.load("plan.txt")')
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = Path(path).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise SbpError(f"the plan {os.fspath(path)} cannot be read", str(error),
                            "a file that plan.save wrote") from None
@@ -183,6 +181,8 @@ class Plan(MutableMapping[str, PlanRow]):
         if not lines or not re.match(r"#\s*name\b", lines[0][1]):
             raise SbpError(f"{name} is not a plan", "its first line names the axes", "# name   dp   tp")
         axes, plan = lines[0][1].lstrip("#").split()[1:], cls()
+        if len(set(axes)) < len(axes):
+            raise SbpError(f"{name} has an axis twice: {' '.join(axes)}", "each has one column", "# name   dp   tp")
         for k, line in lines[1:]:
             if line.lstrip().startswith("#"):
                 if note := re.match(rf"{re.escape(_WHOLE)}(\S+) +(.*)", line.strip()):
@@ -190,13 +190,13 @@ class Plan(MutableMapping[str, PlanRow]):
                 continue
             words = line.split()
             # from the right, as a pattern may have blanks: "block.0 ->"
-            values = words[len(words) - len(axes):]
-            pattern = " ".join(words[:len(words) - len(axes)])
-            if not pattern or len(values) != len(axes):
-                raise SbpError(f"{name}, line {k}: {line.strip()!r} is not a row of "
-                               f"{counted(len(axes), 'axis', 'axes')}", f"the heading names {', '.join(axes)}",
-                               "pattern   S(0)   B")
-            plan[pattern] = {axis: _parsed(value, f"{name}, line {k}: ") for axis, value in zip(axes, values)
+            named, values = words[:len(words) - len(axes)], words[len(words) - len(axes):]
+            more = len(named) > 1 and (named[-1] == _UNCHANGED or read_sbp(named[-1]) is not None)
+            if not named or more or len(values) != len(axes):
+                of = counted(len(axes), "axis", "axes")
+                raise SbpError(f"{name}, line {k}: {line.strip()!r} is not a row of {of}",
+                               f"the heading names {', '.join(axes)}", "pattern   S(0)   B")
+            plan[" ".join(named)] = {axis: _parsed(value, f"{name}, line {k}: ") for axis, value in zip(axes, values)
                              if value != _UNCHANGED}
         return plan
 
