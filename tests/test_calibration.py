@@ -95,7 +95,7 @@ def test_by_the_commands(tmp_path, capsys):
     assert main(["calibrate", str(file), "--name", "mine"]) == 0
     said = capsys.readouterr()
     assert "12 measured steps: off by" in said.err
-    (tmp_path / "mine.json").write_text(said.out)
+    (tmp_path / "mine.json").write_text(said.out, encoding="utf-8-sig")      # as some editors save it
     assert main(["plan", "--evaluate", str(file), "--cluster", str(tmp_path / "mine.json"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found) == 12 and all(set(one) == {"step_time", "memory", "fits"} for one in found)
@@ -103,6 +103,15 @@ def test_by_the_commands(tmp_path, capsys):
     assert main(["plan", "--evaluate", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 14 and lines[0].split()[:2] == ["layers", "hidden"] and "measured steps" in lines[-1]
+
+
+@pytest.mark.parametrize("comma", [",", ", ", " ,"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_rows_are_read_as_other_programs_write_them(tmp_path, encoding, comma):
+    plain = read_rows(str(written(tmp_path, {})))
+    text = (tmp_path / "rows.csv").read_text().replace(",", comma)
+    (tmp_path / "rows.csv").write_text(text, encoding=encoding)
+    assert read_rows(str(tmp_path / "rows.csv")) == plain
 
 
 @pytest.mark.parametrize("changes, text", [

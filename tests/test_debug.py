@@ -1,8 +1,10 @@
 """`gt.show` draws what the shards say, `gt.explain` tells what the dispatcher did."""
 from __future__ import annotations
 
+import copy
 import itertools
 import os
+import pickle
 import re
 import sys
 import warnings
@@ -45,6 +47,13 @@ def test_a_drawing():
         "  6  +--------+",
         "+ is a pending sum (P)",
     ]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda drawn: pickle.loads(pickle.dumps(drawn))])
+def test_a_drawing_is_copied_with_its_picture(copied):
+    drawn = gt.show(zeros(6, 8, sbp=(S(0), P)))
+    again = copied(drawn)
+    assert (again, repr(again), again._repr_html_()) == (drawn, repr(drawn), drawn._repr_html_())
 
 
 @pytest.mark.parametrize("what, told", [([zeros(2)], "show of a list\n"), (5, "show of an int\n"),

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from harness import PROGRAMS, PYTHON, RUN, environment, free_port, good, results, run
 
-from globaltensor.cli import recipe as recipes
+from globaltensor.cli import main, recipe as recipes
 from globaltensor.errors import TransportError
 from globaltensor.runtime import launchers
 from globaltensor.runtime.launchers import first_host, recognize_launcher, tasks_per_node
@@ -118,6 +118,14 @@ def test_first_host(text, first):
 
 def recipe(*words):
     return good([PYTHON, "-m", "globaltensor.cli", "recipe", *words])
+
+
+@pytest.mark.parametrize("words, told", [(("slurm", "--image", "me/it:1"), "does nothing for slurm"),
+                                         (("ray", "--image", "me/it:1"), "does nothing for ray"),
+                                         (("k8s", "--image", ""), "names no image")])
+def test_an_image_that_nothing_runs_is_refused(words, told, capsys):
+    assert main(["recipe", *words, "train.py"]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_a_script_for_slurm(tmp_path):

@@ -216,6 +216,8 @@ def test_a_strategy_is_its_file(tmp_path):
     one.save(tmp_path / "plan.json")
     again = gt.Strategy.load(tmp_path / "plan.json")
     assert again == one and isinstance(again, gt.Strategy) and str(again) == str(one)
+    (tmp_path / "plan.json").write_text(one.as_text(), encoding="utf-8-sig")        # as some editors save it
+    assert gt.Strategy.load(tmp_path / "plan.json") == one
     assert "dp 2 x tp 2" in str(one)
     assert sum(one["time"].values()) == pytest.approx(one["step_time"], rel=1e-9)
     assert [stage["memory"]["total"] for stage in one["stages"]] == pytest.approx(one["memory"]["per_rank"])

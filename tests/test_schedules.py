@@ -295,6 +295,8 @@ def test_text_and_back(name, tmp_path):
     file = tmp_path / f"{name}.txt"
     file.write_text(text.format_schedule(schedule))
     assert text.read_schedule(file) == schedule
+    file.write_text(text.format_schedule(schedule), encoding="utf-8-sig")        # as some editors save it
+    assert text.read_schedule(file) == schedule
     program = communicate(schedule)
     assert text.parse_schedule(text.format_schedule(program)).actions == program.actions
 

@@ -363,8 +363,8 @@ def recipe_options(of: argparse.ArgumentParser) -> None:
     of.add_argument("--nodes", type=positive, default=1, metavar="N", help="number of hosts (default 1)")
     of.add_argument("--gpus", type=positive, metavar="N", help="GPUs per host, one rank each (default: one rank per "
                     "host)")
-    of.add_argument("--image", default="python:3.12", metavar="NAME", help="k8s: an image that contains the program, "
-                    "torch and globaltensor")
+    of.add_argument("--image", metavar="NAME", help="k8s: an image that contains the program, torch and globaltensor "
+                    "(default python:3.12)")
     of.add_argument("program", help="a Python file, at its path on the cluster's hosts")
     of.add_argument("args", nargs=argparse.REMAINDER, metavar="argument", help="the program's own arguments")
 

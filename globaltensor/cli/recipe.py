@@ -139,6 +139,10 @@ def command(chosen: argparse.Namespace) -> int:
     """Print the script."""
     if not chosen.program.endswith(".py"):
         raise Problem(f"{chosen.program!r} is not a Python file\n  try: globaltensor recipe {chosen.cluster} train.py")
+    if chosen.image is not None and (chosen.cluster != "k8s" or not chosen.image):
+        raise Problem("--image '' names no image\n  try: --image python:3.12" if chosen.cluster == "k8s" else
+                      f"--image does nothing for {chosen.cluster}: its hosts run what they have\n  try: the same "
+                      "without --image")
     print(_WRITE[chosen.cluster](chosen), end="")
     return 0
 
@@ -162,8 +166,9 @@ def _kubernetes_job(chosen: argparse.Namespace) -> str:
     program = shlex.join([chosen.program, *chosen.args]).replace("$", "$$")      # Kubernetes makes one of two
     words = ["/bin/sh", "-c", f"exec {run}{program}"]
     limits = f"        resources:\n          limits:\n            nvidia.com/gpu: {chosen.gpus}\n"
-    return _KUBERNETES.format(name=name, nodes=chosen.nodes, image=json.dumps(chosen.image), command=json.dumps(words),
-                              secret=secrets.token_hex(32), gpus=limits if chosen.gpus else "")
+    return _KUBERNETES.format(name=name, nodes=chosen.nodes, image=json.dumps(chosen.image or "python:3.12"),
+                              command=json.dumps(words), secret=secrets.token_hex(32),
+                              gpus=limits if chosen.gpus else "")
 
 
 def _actors(chosen: argparse.Namespace) -> str:

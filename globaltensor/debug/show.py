@@ -51,6 +51,9 @@ class Drawing(str):
         drawing.picture = picture
         return drawing
 
+    def __getnewargs__(self) -> tuple[str, Picture | Contents]:  # type: ignore[override]  # of str, which has one
+        return str(self), self.picture               # with what a copy is made
+
     def __repr__(self) -> str:
         return f"<drawing: {self.partition(chr(10))[0]}>"       # what an interpreter shows after the text itself
 

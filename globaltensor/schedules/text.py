@@ -37,7 +37,7 @@ def format_schedule(schedule: Schedule) -> str:
 def read_schedule(path: str | os.PathLike[str]) -> Schedule:
     """The schedule in a file."""
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(f"the schedule {os.fspath(path)} could not be read", str(error),
                             "a text file with a line of actions for each rank") from None

@@ -167,7 +167,7 @@ def cluster(name: str) -> Cluster:
                            f"the known ones are {', '.join(KNOWN)}, and there is no such file",
                            " or ".join(near) or "one of these, or a JSON file of your own")
     try:
-        described = json.loads(Path(name).read_text())
+        described = json.loads(Path(name).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ClusterError(f"the cluster {name} could not be read", str(error), "a file with one JSON object") from None
     return cluster_from_json(described, name)

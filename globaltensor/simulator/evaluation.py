@@ -61,11 +61,12 @@ def evaluate(row: PlanRow, machines: Cluster | ClusterGroups) -> Evaluation:
 def read_rows(file: str) -> list[PlanRow]:
     """The plans of a CSV file, in its order. Raises RowError."""
     try:
-        lines = Path(file).read_text().splitlines()
+        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise RowError(f"the plans in {file} could not be read", str(error),
                        "a CSV file with a line of names") from None
     table = csv.DictReader(lines)
+    table.fieldnames = [name.strip() for name in table.fieldnames or ()]
     missing = [name for name in (*_NUMBERS, "recompute") if name not in (table.fieldnames or ())]
     if missing:
         raise RowError(f"{file} has no column {missing[0]!r}", f"its first line is {lines[0] if lines else ''!r:.200}",

@@ -121,7 +121,7 @@ def read_cluster(name: str) -> Cluster | ClusterGroups:
     described: Any = None
     if name not in KNOWN and os.path.exists(name):
         try:
-            described = json.loads(Path(name).read_text())
+            described = json.loads(Path(name).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError):
             described = None                         # `cluster` says what is wrong with it
     if not isinstance(described, dict) or "groups" not in described:
