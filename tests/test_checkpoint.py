@@ -918,7 +918,9 @@ def test_processes_save_and_others_load(tmp_path):
     for result in seen.values():
         assert result["path"] == "step-00000002"
         kind, text = result["differ"]
-        assert kind == "CheckpointError" and "a/mine of the state are not the same on all ranks" in text
+        assert kind == "CheckpointError" and "the ranks differ in the plain value a/mine of the state" in text
+        kind, text = result["keys"]
+        assert kind == "CheckpointError" and "a/k0 (on rank 0), the plain value a/k1 (on rank 1)" in text, text
     assert not (tmp_path / "differ").exists()
     shutil.copytree(tmp_path / "good", tmp_path / "damaged")
     folder, manifest = read_manifest(tmp_path / "damaged")

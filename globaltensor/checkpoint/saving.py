@@ -40,7 +40,7 @@ from globaltensor.checkpoint.tree import FlatState, flatten
 from globaltensor.errors import ErrorNote, counted, expect, warn, where
 from globaltensor.layouts.regions import slices
 from globaltensor.runtime.agreement import broadcast_object, checksum, gather_objects
-from globaltensor.runtime.deadlock import patience
+from globaltensor.runtime.deadlock import patience, rank_names
 from globaltensor.runtime.liveness import first_lost, lost_rank, stacks_of
 from globaltensor.runtime.progress import progress
 from globaltensor.runtime.world import world, world_size
@@ -317,9 +317,16 @@ def _check_same_values(flat: FlatState) -> None:
     if len(set(totals)) == 1:
         return
     replies = gather_objects((checksums,), "naming the plain values of a checkpoint that differ")
-    names = [name for name in checksums if len({theirs.get(name) for (theirs,) in replies}) > 1] or ["their names"]
-    raise CheckpointError(f"{', '.join(names[:8])} of the state are not the same on all ranks",
-                          "plain tensors and values are written once, so they must be",
+    alone = [f"{name} (on {rank_names(on)})" for name in sorted({name for (theirs,) in replies for name in theirs})
+             if len(on := [r for r, (theirs,) in enumerate(replies) if name in theirs]) < len(replies)]
+    if alone:
+        raise CheckpointError(f"only some of the ranks have {', '.join(alone[:8])} in the state",
+                              "a checkpoint has the same keys on all ranks: what is plain is written once",
+                              "the same keys on every rank, not one for each rank; for what is of one rank alone, a "
+                              "list of all ranks' values, under one key")
+    names = [name for name in checksums if len({theirs[name] for (theirs,) in replies}) > 1]
+    raise CheckpointError(f"the ranks differ in {', '.join(names[:8]) or 'the order of keys'} of the state",
+                          "plain tensors and values are written once, so they must be the same",
                           "a list of all ranks' values, or a global tensor: x.to_global(placement, gt.sbp.split(0))")
 
 

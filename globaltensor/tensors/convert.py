@@ -189,7 +189,9 @@ def fit_parts(parts: Mapping[int, PartInfo], where: Any, nd: NdSbp, what: str) -
     if any((len(p.shape), p.dtype) != (len(first.shape), first.dtype) for p in parts.values()):
         raise _misfit(f"{where} {sbp_text(nd)}", {r: f"{list(p.shape)} {p.dtype}" for r, p in parts.items()},
                       "parts of one tensor have the same number of dims and the same dtype",
-                      "the same dtype on every rank: shard.to(torch.float32)")
+                      "the same dtype on every rank: shard.to(torch.float32)"
+                      if all(len(p.shape) == len(first.shape) for p in parts.values()) else
+                      "the same number of dims on every rank: shard.unsqueeze(0), or shard.flatten()")
     dst = resolve_layout(where, nd, len(first.shape))
     return dst, _global_shape({r: p.shape for r, p in parts.items()}, dst)
 

@@ -60,8 +60,9 @@ def save(folder):
     step(model, optimizer, 2)                        # changes the values, and uses the transport, meanwhile
     path = saving.wait()
     differ = refusal(lambda: gt.save({"a": {"mine": gt.rank()}, "b": 1}, folder / "differ"))
+    keys = refusal(lambda: gt.save({"a": {f"k{gt.rank()}": 1}, "b": 1}, folder / "differ"))
     gt.save_safetensors(model, folder / "weights", shard_gb=1e-7)
-    return {"bits": expected, "path": path.name, "differ": differ, "weights": bits(model, optimizer)[:4]}
+    return {"bits": expected, "path": path.name, "differ": differ, "keys": keys, "weights": bits(model, optimizer)[:4]}
 
 
 def load(folder):
