@@ -107,6 +107,12 @@ def test_a_message_counts_for_its_sender_its_job_and_its_secret(monkeypatch):
         with monkeypatch.context() as inside, pytest.raises(gt.errors.TransportError, match="wrong signature"):
             inside.setenv(variable, "another")
             codec.decode_message(data, 0)
+    for theirs, mine in (("", "of the host"), ("of the host", "")):      # one signs, the other has nothing to sign with
+        monkeypatch.setenv(codec.SECRET, theirs)
+        data = codec.encode_message("x", 0)
+        monkeypatch.setenv(codec.SECRET, mine)
+        with pytest.raises(gt.errors.TransportError, match="the same WORLD_SIZE and LOCAL_WORLD_SIZE for all ranks"):
+            codec.decode_message(data, 0)
 
 
 def test_nothing_in_the_package_reads_pickles():

@@ -66,9 +66,14 @@ def decode_message(data: bytes, sender: object = "") -> Any:
     """
     signature, text = data[:_SIGNATURE], data[_SIGNATURE:]
     if not hmac.compare_digest(signature, _sign(text, sender)):
-        raise TransportError("a message with a wrong signature", "a process without the secret of this job writes to "
-                             f"its ports, or {SECRET} is not the same everywhere", f"the same {SECRET} on all hosts; "
-                             "docs/security.md")
+        if _secret() and not hmac.compare_digest(signature, _sign(text, sender, "")):
+            raise TransportError("a message with a wrong signature", "a process without the secret of this job writes "
+                                 f"to its ports, or {SECRET} is not the same everywhere",
+                                 f"the same {SECRET} on all hosts; docs/security.md")
+        raise TransportError("a message with a wrong signature", "some ranks have a secret to sign with, others have "
+                             "none: a rank takes that of its host where LOCAL_WORLD_SIZE is WORLD_SIZE",
+                             "the same WORLD_SIZE and LOCAL_WORLD_SIZE for all ranks; for several hosts the same "
+                             f"{SECRET} on all; docs/security.md")
     try:
         return _read_node(json.loads(text))
     except (ValueError, TypeError, KeyError, RuntimeError, RecursionError, OverflowError) as error:
@@ -76,10 +81,14 @@ def decode_message(data: bytes, sender: object = "") -> Any:
                              "the same version of globaltensor on all hosts") from None
 
 
-def _sign(text: bytes, sender: object) -> bytes:
+def _secret() -> str:
+    return os.environ.get(SECRET, "")
+
+
+def _sign(text: bytes, sender: object, secret: str | None = None) -> bytes:
     """Under a key that is this job's own even where jobs have one secret: a message of one is none of another."""
     job = f"{os.environ.get('MASTER_PORT', '')} {os.environ.get('TORCHELASTIC_RUN_ID', '')} {sender}\n"
-    return hmac.digest(os.environ.get(SECRET, "").encode(), job.encode() + text, "sha256")
+    return hmac.digest((_secret() if secret is None else secret).encode(), job.encode() + text, "sha256")
 
 
 def _node(value: object) -> Any:
