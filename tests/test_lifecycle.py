@@ -52,7 +52,7 @@ def undisturbed(tmp_path_factory) -> dict[int, str]:
 @pytest.mark.parametrize("fault, words", [
     ("KILL", "rank 1 was killed by SIGKILL"), *(pytest.param(*row, marks=pytest.mark.long) for row in [
         ("SEGV", "rank 1 was killed by SIGSEGV"), ("raise", "rank 1 failed: ValueError: bad luck"),
-        ("STOP", "rank 1 is stopped")])])
+        ("STOP", "rank 1 was stopped")])])
 def test_a_crash_restarts_the_job_which_goes_on_bit_by_bit(fault, words, undisturbed, tmp_path):
     code, out, err = run([*RUN, "-n", 2, "--max-restarts", 1, PROGRAM, tmp_path, STEPS, fault, 1, 6], timeout=200)
     assert code == 0 and words in err and "the program is started again" in err, err

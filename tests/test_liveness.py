@@ -22,7 +22,7 @@ from globaltensor.runtime.host_processes import (
     process_state,
     rank_processes,
 )
-from globaltensor.runtime.liveness import Liveness
+from globaltensor.runtime.liveness import Liveness, advice_after
 from globaltensor.runtime.native import torch_ext
 
 PROGRAM = PROGRAMS / "faults.py"
@@ -290,7 +290,7 @@ def test_a_process_runs_is_stopped_and_ends(child, clock):
     for _ in range(4):
         assert alive.lost([1]) is None
         clock[0] += 1.5
-    assert f"kill -CONT {child.pid}" in alive.lost([1]).how
+    assert f"kill -CONT {child.pid}" in (how := alive.lost([1]).how) and "start the job again" in advice_after(how)
     clock[0] += 10
     assert alive.lost([1]) is None, "this process did not look for 10 seconds: it may have been stopped too"
     child.send_signal(signal.SIGCONT)

@@ -391,6 +391,19 @@ def test_who_is_slow_is_waited_for():
         assert code == 0 and "the value is 40.0" in out, out + err
 
 
+def test_a_rank_that_was_stopped_for_too_long_and_goes_on_says_that_the_others_have_given_up():
+    """And none says to look at errors of others, or that it could still go on."""
+    ranks = by_hand([FAILS, "is patient"], 2)
+    for rank in ranks:
+        assert "is process" in rank.process.stdout.readline(), rank.end()
+    ranks[1].process.send_signal(signal.SIGSTOP)
+    waited = ranks[0].end(40)
+    ranks[1].process.send_signal(signal.SIGCONT)
+    for code, _, err in (waited, ranks[1].end(40)):
+        assert code == 1 and "rank 1 was stopped for 6 s or more" in err and "start the job again" in err, err
+        assert "lets it go on" not in err and "look at" not in err and "rank 1 lost touch with rank 1" not in err, err
+
+
 def test_a_rank_ends_well_while_its_deadlock_watch_asks():
     code, _, err, _ = failing("is asked until its end", 2)
     assert code == 0, err

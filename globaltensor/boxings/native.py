@@ -16,7 +16,7 @@ from globaltensor.errors import DisagreementError, TransportError, where
 from globaltensor.layouts.layout import Layout, Spec, completes, contiguous, dense
 from globaltensor.layouts.recent import remembered
 from globaltensor.runtime import deadlock, lineage
-from globaltensor.runtime.liveness import Loss, first_lost, process_of
+from globaltensor.runtime.liveness import Loss, advice_after, first_lost, process_of, stopped_rank
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.process_limits import why_unmapped
 from globaltensor.runtime.world import local_ranks_of, world
@@ -80,9 +80,14 @@ def _failed(how: str, what: str, rank: int, text: str) -> None:
                                 deadlock.SAME_PROGRAM)
     lost = "the others"
     if rank >= 0:                                    # it may have ended because of another, or given this one up
-        first = first_lost(Loss(ranks[rank], text))
-        lost, text = f"rank {ranks[rank] if first.rank == world().rank else first.rank}", first.how
-    fix = "look at the first error of the other ranks"
+        known = process_of(ranks[rank])
+        loss = Loss(ranks[rank], text)
+        if how == "stopped" and known is not None:
+            loss = stopped_rank(ranks[rank], known.pid)
+        first = first_lost(loss)
+        other, text = ranks[rank] if first.rank == world().rank else first.rank, first.how
+        lost = "the others" if other == world().rank else f"rank {other}"
+    fix = advice_after(text)
     if text.endswith(" finished"):
         fix = "this call on every rank, not under `if gt.rank() == 0`"
     elif text.endswith("on another host?"):

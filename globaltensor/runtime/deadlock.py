@@ -36,6 +36,7 @@ from globaltensor.runtime.codec import decode_message, encode_message
 from globaltensor.runtime.gloo import close_connections, gloo_error
 from globaltensor.runtime.liveness import (
     Loss,
+    advice_after,
     ended_after_a_failure,
     ended_ranks,
     feed_heart,
@@ -223,7 +224,7 @@ class Watch:
             loss = first_lost(loss)
             whom = "it" if loss.rank in wait.peers else rank_names(wait.peers)
             self.give_up(current, f"{loss.how}, while rank {self.rank} waited for {whom} in {wait.what}",
-                         "no rank can go on without it", fix)
+                         "no rank can go on without it", advice_after(loss.how, fix))
         elif waited > self.timeout:
             keeping = self.keeping(wait)
             what, why = (f"rank {self.rank} waited {waited:.0f} s for {rank_names(keeping)} in {wait.what}",

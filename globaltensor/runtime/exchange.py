@@ -18,7 +18,7 @@ import torch.distributed as dist
 from globaltensor.errors import GlobalTensorError, TransportError, first_sentence
 from globaltensor.runtime import counters, deadlock
 from globaltensor.runtime.gloo import broken_connections
-from globaltensor.runtime.liveness import has_heard_of_a_loss, known_loss, lost_connection
+from globaltensor.runtime.liveness import advice_after, has_heard_of_a_loss, known_loss, lost_connection
 from globaltensor.runtime.process_end import at_end, before_threads
 from globaltensor.runtime.world import rank, world
 
@@ -160,5 +160,4 @@ def _transport_error(what: str, lost: Sequence[int], error: RuntimeError) -> Exc
     others = [loss.rank] if loss is not None and loss.rank != rank() else lost     # they may have given this one up
     names, how = deadlock.rank_names(others), loss.how if loss is not None else (
         f"{first_sentence(error)}: a rank ended, or runs another program")
-    return TransportError(f"rank {rank()} lost touch with {names} in {what}", how,
-                          "look at the first error of the other ranks")
+    return TransportError(f"rank {rank()} lost touch with {names} in {what}", how, advice_after(how))

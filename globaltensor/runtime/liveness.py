@@ -48,6 +48,7 @@ _AFTER = 4                                           # while ranks start, each l
 _LOOKS = 2.0                                         # seconds: looks that are further apart do not count
 
 
+_STOPPED_FOR = " was stopped for "
 _AHEAD = 900                                         # beats that are signed in advance
 
 _next_beats: Iterator[bytes] = iter(())
@@ -58,6 +59,17 @@ class Loss(NamedTuple):
 
     rank: int
     how: str
+
+
+def stopped_rank(rank: int, pid: int) -> Loss:
+    """What is said of a rank that is stopped, by the others, and once it goes on by itself."""
+    return Loss(rank, f"rank {rank}{_STOPPED_FOR}{PATIENCE:.0f} s or more (by SIGSTOP, or a debugger), so the others "
+                f"gave up: kill -CONT {pid} lets it end")
+
+
+def advice_after(how: str, fix: str = "look at the first error of the other ranks") -> str:
+    """What to do about a loss: `fix`, but no rank has an error of its own where one was stopped."""
+    return "start the job again, and stop all ranks or none" if _STOPPED_FOR in how else fix
 
 
 class Liveness:
@@ -148,7 +160,7 @@ class Liveness:
         if time_now - since < PATIENCE:
             return None
         assert state == STOPPED
-        return Loss(rank, f"rank {rank} is stopped (by SIGSTOP, or a debugger): kill -CONT {process.pid} lets it go on")
+        return stopped_rank(rank, process.pid)
 
     def _silent(self, rank: int, time_now: float) -> Loss | None:
         if self.store is None or not self.processes[rank].host:
