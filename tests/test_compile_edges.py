@@ -83,6 +83,24 @@ def test_a_graph_that_took_a_view_reads_the_next_one_anew():
         x.add_(1)
 
 
+ASSIGNED = {
+    "y[1] += 1": lambda y: y.__setitem__(1, y[1].add_(1)), "y[1:3] = y[0]": lambda y: y.__setitem__(slice(1, 3), y[0]),
+    "y[2:] = y.mean(0)": lambda y: y.__setitem__(slice(2, None), y.mean(0)),
+    "a diagonal": lambda y: y.diagonal().copy_(y[3, 1].expand(4)),
+}
+
+
+@pytest.mark.parametrize("layout", [S(0), S(1), P], ids=str)
+@pytest.mark.parametrize("write", ASSIGNED)
+def test_a_graph_may_write_to_a_part_of_what_it_computes(write, layout):
+    def program(x):
+        y = x * 2
+        ASSIGNED[write](y)
+        return y.sin()
+
+    same_as_plain(program, [X], [layout], TWO)
+
+
 WRITES = {"the view": lambda x, row: row.add_(1), "its base": lambda x, row: x.mul_(2) + row,
           "a view of the view": lambda x, row: row[:2].zero_()}
 

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from globaltensor.dispatch import foreach
-from globaltensor.dispatch.view_writes import start_in_base
+from globaltensor.dispatch.view_writes import same_memory, start_in_base
 from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Spec, dense
 from globaltensor.rules.call import Call, written
-from globaltensor.runtime.torch_internals import storage_id
 
 aten = torch.ops.aten
 # Their kernels take no operand that is the target itself.
@@ -52,10 +51,7 @@ def _overlap(target: Any, other: Any, not_target: bool) -> bool:
     if not _is_dense(target.spec) or not _is_dense(other.spec):
         return False
     base, other_base = _at_end_of_chain(target), _at_end_of_chain(other)
-    if base.spec is not other_base.spec or not base.shards or any(
-            storage_id(shard) != storage_id(other_base.shards[rank])
-            or shard.storage_offset() != other_base.shards[rank].storage_offset()
-            for rank, shard in base.shards.items()):
+    if not base.shards or not same_memory(base, other_base):
         return False
     start, other_start = start_in_base(target), start_in_base(other)
     end, other_end = start + target.spec.nbytes, other_start + other.spec.nbytes

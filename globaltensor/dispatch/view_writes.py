@@ -240,6 +240,13 @@ def start_in_base(t: Any) -> int:
     return view.at.offset * view.dtype.itemsize
 
 
+def same_memory(base: Any, other: Any) -> bool:
+    """Do two tensors with memory have it in the same place? (In a graph it has no addresses.)"""
+    return base.spec is other.spec and all(
+        storage_id(shard) == storage_id(other.shards[rank])
+        and shard.storage_offset() == other.shards[rank].storage_offset() for rank, shard in base.shards.items())
+
+
 def position_of(base: Spec, call: Call) -> _Position:
     """Where the elements of the view that a call makes of this base are."""
     values = tuple(tuple(v) if isinstance(v, list) else v for v in list(call.values.values())[1:])
@@ -311,9 +318,7 @@ class _Target:
             return False
         # only what may be the same is looked for in memory: a value may be a view that nothing can be written to
         base, steps = _base_and_steps(source)
-        return (base.spec is self.base.spec and _position(base.spec, steps) == self.position
-                and all(shard.data_ptr() == self.base.shards[rank].data_ptr() and storage_id(shard) == storage_id(
-                    self.base.shards[rank]) for rank, shard in base.shards.items()))
+        return same_memory(base, self.base) and _position(base.spec, steps) == self.position
 
     def value(self, run: Run, op: str) -> GlobalLike:
         """The view's value, in its layout, as a tensor of its own."""
