@@ -20,7 +20,7 @@ from globaltensor.op_table.table import TABLE
 RANKS = [0, 1, 2]
 # What is computed across ranks, or made of other ops, has the order that these give: docs/limits.md.
 OTHER_ORDER = {"_log_softmax_backward_data", "_safe_softmax", "_softmax_backward_data", "_weight_norm_interface",
-               "convolution", "convolution_backward", "huber_loss_backward", "log_sigmoid_forward", "mse_loss_backward",
+               "huber_loss_backward", "log_sigmoid_forward", "mse_loss_backward",
                "native_batch_norm_backward", "native_group_norm_backward", "nll_loss2d_forward",
                "smooth_l1_loss_backward"}
 CONTIGUOUS_ONLY = {"_pdist_backward", "_unsafe_view", "native_group_norm", "_weight_norm_interface_backward",
@@ -177,3 +177,43 @@ def test_parts_lie_in_memory_as_the_whole(seed):
             for part in x.shards.values():
                 order = [d for d in dims_in_memory(x) if part.shape[d] > 1]
                 assert not part.numel() or dims_in_memory(part) == order, program
+
+
+KEPT = {                                             # what plain torch gives of channels-last images is so, too
+    **{name: STEPS[name] for name in ("conv2d", "depthwise", "pointwise", "max_pool2d", "avg_pool2d", "relu",
+                                      "interpolate", "pad")},
+    "conv2d, dilated": lambda x: F.conv2d(x, WEIGHTS["conv"], padding=2, dilation=2),
+    "conv2d of a weight": lambda x: F.conv2d(x.contiguous(), WEIGHTS["conv"].contiguous(memory_format=CL)),
+    "conv2d, strided": lambda x: F.conv2d(x, WEIGHTS["conv"], stride=2, padding=1),
+    "conv_transpose2d": lambda x: F.conv_transpose2d(x, WEIGHTS["turned"], stride=2),
+    "roll": lambda x: x.roll(1, 1),
+    "roll of rows": lambda x: x.roll((1, 1), (2, 3)),
+    "roll of images": lambda x: x.roll(1, 0),
+    "reflection_pad2d": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    "replication_pad2d": lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),
+    "pixel_shuffle": lambda x: F.pixel_shuffle(x, 2),
+    "pixel_unshuffle": lambda x: F.pixel_unshuffle(x, 2),
+    "channel_shuffle": lambda x: F.channel_shuffle(x, 2),
+    "max_unpool2d": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
+    "avg_pool2d of windows": lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_channels_last_images_stay_so_however_they_are_cut(name):
+    """Also where a rank has one image or row, of which its kernel cannot tell the order."""
+    where = gt.placement("cpu", [0, 1])
+    for n in (1, 2, 3, 4):
+        plain = torch.randn(n, 8, 4, 4).contiguous(memory_format=CL).requires_grad_()
+        want = KEPT[name](plain)
+        seed = torch.randn(want.shape).contiguous(memory_format=CL)
+        grad, = torch.autograd.grad(want, plain, seed)
+        for sbp in ("S(0)", "S(1)", "S(2)", "S(3)", "B"):
+            x, its = (gt.from_full(t.detach().contiguous(), where, sbp).contiguous(memory_format=CL)
+                      for t in (plain, seed))
+            got = KEPT[name](x.requires_grad_())
+            torch.testing.assert_close(got.full_tensor(), want, rtol=1e-4, atol=1e-4)
+            assert order(got) == order(want), f"{n} images, {sbp}: {got.stride()}, not {want.stride()}"
+            back, = torch.autograd.grad(got, x, its)
+            torch.testing.assert_close(back.full_tensor(), grad, rtol=1e-4, atol=1e-4)
+            assert order(back) == order(grad), f"{n} images, {sbp}, gradient: {back.stride()}, not {grad.stride()}"

@@ -20,7 +20,6 @@ as with a split batch. Along the other axes of the placement a convolution is cu
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,13 +28,13 @@ from torch import Tensor
 from globaltensor.algorithms.decompositions import as_global
 from globaltensor.algorithms.run import Run
 from globaltensor.layouts.global_like import GlobalLike, spec_of
-from globaltensor.layouts.layout import Layout, Shape, Shards, layout, spec
+from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, dense_in_order, layout, spec
 from globaltensor.layouts.rank_regions import RankRegions, regions_by
 from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import Region
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
-from globaltensor.runtime.meta import meta
+from globaltensor.runtime.meta import as_on, meta
 from globaltensor.runtime.torch_internals import OpOverload
 
 
@@ -168,16 +167,20 @@ def empty_parts(like: GlobalLike, window: Layout) -> Shards:
     return {rank: t.new_empty(window.local_shape(like.spec.shape, rank)) for rank, t in like.shards.items()}
 
 
-def grad_of_image(run: Run, grads: Shards, window: Layout, image: GlobalLike, dst: Layout, space: int, op: str
-                  ) -> GlobalLike:
-    """The gradient of an image from the gradients of the ranks' windows."""
-    shape, dtype = image.spec.shape, image.spec.dtype
+def grad_of_image(run: Run, grads: Shards, window: Layout, own: Spec, space: int, op: str) -> GlobalLike:
+    """The gradient of an image, of this spec, from the gradients of the ranks' windows."""
     if not isinstance(window, RankRegions):
-        return run.wrap(spec(dst, shape, None, dtype), {rank: t.contiguous() for rank, t in grads.items()})
-    cut = _split_space(dst, len(shape), space)
+        return wrap_dense(run, own, grads)
+    dst = own.layout
+    cut = _split_space(dst, own.ndim, space)
     # Windows overlap, so a rank's gradient of a row at the seam is a term of a sum, of which others have the rest.
     pending = tuple(s if s.is_partial else partial_sum if s.is_split and s.dim in cut else broadcast for s in dst.sbp)
-    return run.scatter_add_regions(grads, window.with_sbp(pending), shape, dtype, dst, op)
+    return run.scatter_add_regions(grads, window.with_sbp(pending), own, op)
+
+
+def wrap_dense(run: Run, own: Spec, shards: Shards) -> GlobalLike:
+    """A global tensor of these shards, which lie in memory as its strides tell."""
+    return run.wrap(own, {rank: dense_in_order(t, own.stride) for rank, t in shards.items()})
 
 
 def local_op(call: Call, **changed: Any) -> Any:
@@ -186,24 +189,38 @@ def local_op(call: Call, **changed: Any) -> Any:
 
 
 class _TensorArgument(NamedTuple):
-    """What of a tensor the shape of a result depends on."""
+    """What of a tensor the shape and the strides of a result depend on."""
 
     shape: Shape
+    stride: Shape
     dtype: torch.dtype
 
 
+def result_specs(call: Call, *layouts: Layout) -> list[Spec]:
+    """The specs of the op's results in these layouts, of those that are wanted. A user's mistake is torch's own error,
+    about global shapes."""
+    results = _meta_results(layouts[0].placement.type, call.func, _remembered_arguments(call))
+    return [spec(where, *result) for where, result in zip(layouts, results)]
+
+
 def result_shapes(call: Call) -> list[Shape]:
-    """The shapes of the op's results. A user's mistake is torch's own error, about global shapes."""
-    return _meta_shapes(call.func, tuple(
-        _TensorArgument(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else tuple(v) if isinstance(v, list) else v
-        for v in call.values.values()))
+    """Their shapes."""
+    return [shape for shape, *_ in _meta_results("meta", call.func, _remembered_arguments(call))]
+
+
+def _remembered_arguments(call: Call) -> tuple[Any, ...]:
+    return tuple(_TensorArgument(tuple(v.shape), v.stride(), v.dtype) if isinstance(v, Tensor) else
+                 tuple(v) if isinstance(v, list) else v for v in call.values.values())
 
 
 @remembered
-def _meta_shapes(func: OpOverload, values: Iterable[Any]) -> list[Shape]:
-    results = meta(func, [torch.empty(v.shape, dtype=v.dtype, device="meta") if isinstance(v, _TensorArgument) else v
-                          for v in values], {})
-    return [tuple(t.shape) for t in (results if isinstance(results, tuple) else [results])]
+def _meta_results(device: str, func: OpOverload, values: tuple[Any, ...]) -> list[tuple[Shape, Shape, torch.dtype]]:
+    tensors = [v for v in values if isinstance(v, _TensorArgument)]
+    left = [torch.empty_strided(own.shape, own.stride, dtype=own.dtype, device="meta") for own in tensors]
+    results = meta(func, [left.pop(0) if isinstance(v, _TensorArgument) else v for v in values], {})
+    every = as_on(device, func, tensors, results)
+    return [(tuple(t.shape), t.stride(), t.dtype) for t in (every if isinstance(every, tuple) else [every])
+            if t is not None]
 
 
 # --------------------------------------------------------------------------------------------------- convolution
@@ -242,21 +259,22 @@ def _local_groups(call: Call, part: Tensor) -> int:
 
 
 def convolution(call: Call, run: Run) -> GlobalLike:
-    """Each rank convolves its window. The result is contiguous."""
-    op, x, slides, (shape,) = str(call.func), call["input"], slides_of(call), result_shapes(call)
+    """Each rank convolves its window."""
+    op, x, slides = str(call.func), call["input"], slides_of(call)
     operands = [as_global(run, t, x, op) for t in call.tensors]
     want, _ = conv_layouts(x.spec.layout.without_partials, operands[1].spec.layout, x.shape[1], call["groups"])
-    window = window_of(want.x, x.spec.shape, shape[2:], slides)
+    own, = result_specs(call, want.out)
+    window = window_of(want.x, x.spec.shape, own.shape[2:], slides)
     images, *parameters = run.gather_regions(operands, [window, want.weight, want.bias][:len(operands)], op)
     padding, out = local_padding(want.x, x.dim(), slides), {}
     for rank, part in images.items():
         weight, *bias = (t[rank] for t in parameters)
         if part.numel() and weight.numel():
             out[rank] = local_op(call, input=part, weight=weight, bias=bias[0] if bias else None, padding=padding,
-                                 groups=_local_groups(call, part)).contiguous()
+                                 groups=_local_groups(call, part))
         else:                                        # kernels refuse empty operands
-            out[rank] = part.new_zeros(want.out.local_shape(shape, rank))
-    return run.wrap(spec(want.out, shape, None, x.dtype), out)
+            out[rank] = part.new_zeros(own.local_shape(rank))
+    return wrap_dense(run, own, out)
 
 
 def convolution_backward(call: Call, run: Run) -> tuple[GlobalLike | None, ...]:
@@ -281,8 +299,8 @@ def convolution_backward(call: Call, run: Run) -> tuple[GlobalLike | None, ...]:
             results = part.new_zeros(part.shape), w.new_zeros(w.shape), g.sum([d for d in range(g.dim()) if d != 1])
         for shards, result in zip(local_grads, results):
             shards[rank] = result
-    of_weight = spec(backward.weight, weight.spec.shape, None, weight.dtype)
-    of_bias = spec(backward.bias, (grad.shape[1],), None, grad.dtype)
-    return (grad_of_image(run, local_grads[0], window, x, backward.x, len(slides), op) if wanted[0] else None,
-            run.wrap(of_weight, {r: t.contiguous() for r, t in local_grads[1].items()}) if wanted[1] else None,
-            run.wrap(of_bias, local_grads[2]) if wanted[2] else None)
+    specs = iter(result_specs(call, *(one for one, want in zip((backward.x, backward.weight, backward.bias), wanted)
+                                      if want)))
+    return (grad_of_image(run, local_grads[0], window, next(specs), len(slides), op) if wanted[0] else None,
+            wrap_dense(run, next(specs), local_grads[1]) if wanted[1] else None,
+            run.wrap(next(specs), local_grads[2]) if wanted[2] else None)

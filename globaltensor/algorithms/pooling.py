@@ -24,12 +24,14 @@ from globaltensor.algorithms.halo import (
     local_op,
     local_padding,
     result_shapes,
+    result_specs,
     slides_of,
     window_of,
+    wrap_dense,
 )
 from globaltensor.algorithms.run import Run
 from globaltensor.layouts.global_like import GlobalLike
-from globaltensor.layouts.layout import Layout, Shape, spec
+from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.layouts.regions import Range, Region
 from globaltensor.rules.call import Call
 
@@ -100,20 +102,19 @@ def max_pool(call: Call, run: Run) -> tuple[GlobalLike, ...]:
     """Maxima, and their positions in the plane of the whole image."""
     x, (shape, _) = call["self"], result_shapes(call)
     pooling = _pooling(call, shape)
+    specs = result_specs(call, pooling.own, pooling.own)
     parts, = run.gather_regions([x], [pooling.window], str(call.func))
     maxima, positions = {}, {}
     for rank, part in parts.items():
         region = pooling.window.region(x.spec.shape, rank)
         if part.numel():
             values, at = local_op(call, self=_fill_edge(part, region, x.spec.shape), padding=pooling.padding)
-            # kernels return channels-last for such images; the spec of the result says contiguous
-            maxima[rank] = values.contiguous()
-            positions[rank] = _shifted(at.contiguous(), pooling.space(region), pooling.plane, pooling.slides)
+            maxima[rank] = values
+            positions[rank] = _shifted(at, pooling.space(region), pooling.plane, pooling.slides)
         else:
             maxima[rank] = part.new_empty(pooling.own.local_shape(shape, rank))
             positions[rank] = maxima[rank].long()
-    return tuple(run.wrap(spec(pooling.own, shape, None, dtype), shards)
-                 for dtype, shards in ((x.dtype, maxima), (torch.int64, positions)))
+    return tuple(wrap_dense(run, own, shards) for own, shards in zip(specs, (maxima, positions)))
 
 
 def max_pool_backward(call: Call, run: Run) -> GlobalLike:
@@ -128,7 +129,7 @@ def max_pool_backward(call: Call, run: Run) -> GlobalLike:
             region = pooling.space(pooling.window.region(x.spec.shape, rank))
             at = _shifted(positions[rank], region, pooling.plane, pooling.slides, back=True)
             parts[rank] = local_op(call, self=part, grad_output=grads[rank], indices=at, padding=pooling.padding)
-    return grad_of_image(run, parts, pooling.window, x, pooling.own, len(pooling.slides), op)
+    return grad_of_image(run, parts, pooling.window, result_specs(call, pooling.own)[0], len(pooling.slides), op)
 
 
 def _counts(slide: Slide, ends: Range, rows: int, padded: bool) -> Tensor:
@@ -184,7 +185,7 @@ def avg_pool(call: Call, run: Run) -> GlobalLike:
             means[rank] = _means_of_part(call, pooling, part, pooling.own.region(shape, rank))
         else:
             means[rank] = part.new_empty(pooling.own.local_shape(shape, rank))
-    return run.wrap(spec(pooling.own, shape, None, x.dtype), means)
+    return wrap_dense(run, result_specs(call, pooling.own)[0], means)
 
 
 def _means_of_part(call: Call, pooling: Pooling, part: Tensor, out_region: Region) -> Tensor:
@@ -192,8 +193,8 @@ def _means_of_part(call: Call, pooling: Pooling, part: Tensor, out_region: Regio
     if not part.is_floating_point() and (counts := _edge_counts(call, pooling, out_region)) is not None:
         # a mean of integers is rounded, and cannot be corrected
         sums = local_op(call, self=part, padding=pooling.padding, divisor_override=1)
-        return torch.div(sums, counts, rounding_mode="trunc").contiguous()
-    mean = local_op(call, self=part, padding=pooling.padding, divisor_override=_divisor(call, pooling)).contiguous()
+        return torch.div(sums, counts, rounding_mode="trunc")
+    mean = local_op(call, self=part, padding=pooling.padding, divisor_override=_divisor(call, pooling))
     factors = _edge_factors(call, pooling, out_region, part)
     return mean if factors is None else mean * factors
 
@@ -211,4 +212,4 @@ def avg_pool_backward(call: Call, run: Run) -> GlobalLike:
             own = grads[rank] if factors is None else grads[rank] * factors
             parts[rank] = local_op(call, self=part, grad_output=own, padding=pooling.padding,
                                      divisor_override=_divisor(call, pooling))
-    return grad_of_image(run, parts, pooling.window, x, pooling.own, len(pooling.slides), op)
+    return grad_of_image(run, parts, pooling.window, result_specs(call, pooling.own)[0], len(pooling.slides), op)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from globaltensor.boxings.rows import RowExchange
@@ -36,9 +35,8 @@ class Run(Protocol):
     def gather_regions(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[Shards]:
         """What every rank gets of each tensor, in layouts that may be a region per rank; moved together."""
 
-    def scatter_add_regions(self, parts: Shards, held: Layout, shape: Shape, dtype: torch.dtype, dst: Layout,
-                            op: str) -> GlobalLike:
-        """The tensor that is the sum of what ranks have of their regions, in layout `dst`."""
+    def scatter_add_regions(self, parts: Shards, held: Layout, of: Spec, op: str) -> GlobalLike:
+        """The tensor that is the sum of what ranks have of their regions, as this spec tells."""
 
     def row_exchange(self, axes: tuple[int, ...], held: Mapping[int, Range], wanted: Mapping[int, Tensor],
                      row: Mapping[int, Shape], op: str, src: Layout, dst: Layout) -> RowExchange:

@@ -22,7 +22,7 @@ from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import Range, Region, split_range
 from globaltensor.layouts.symbols import has_symbols
 from globaltensor.rules.call import Call
-from globaltensor.runtime.meta import meta
+from globaltensor.runtime.meta import as_on, meta
 from globaltensor.runtime.torch_internals import OpOverload, tree_leaves, without_modes
 
 aten = torch.ops.aten
@@ -225,8 +225,9 @@ def _result_spec(func: OpOverload, values: tuple[Any, ...], operands: tuple[Spec
     """The result's spec; in `values`, ... stands for an operand."""
     with without_modes():                            # a trace would take these for its own tensors
         left = [torch.empty_strided(own.shape, own.stride, dtype=own.dtype, device="meta") for own in operands]
-        t = meta(func, [left.pop(0) if v is ... else [left.pop(0) for _ in v] if type(v) is tuple and ... in v else v
-                        for v in values], {})
+        result = meta(func, [left.pop(0) if v is ... else [left.pop(0) for _ in v] if type(v) is tuple and ... in v else
+                             v for v in values], {})
+        t = as_on(home.placement.type, func, operands, result)
     return spec(home, tuple(t.shape), t.stride(), t.dtype)
 
 

@@ -267,13 +267,13 @@ def _sum_terms(call: Call, run: Run, plan: GridProduct) -> GlobalLike:
     panels = _panels(plan)
     if plan.is_whole(panels[0]):
         return run.scatter_add_regions(_work(call, run, plan, panels[0]), plan.held(out, panels[0], plan.terms_sbp),
-                                       shape, dtype, plan.out, str(call.func))
+                                       spec(plan.out, shape, None, dtype), str(call.func))
     pending = tuple(s if s.is_partial else broadcast for s in plan.out.sbp)
     shards: Shards = {}
     for ends in panels:
         terms = _work(call, run, plan, ends)
         wanted = regions_by(plan.out.placement, _Clipped(plan.out, shape, dim, ends), pending)
-        panel = run.scatter_add_regions(terms, plan.held(out, ends, plan.terms_sbp), shape, dtype, wanted,
+        panel = run.scatter_add_regions(terms, plan.held(out, ends, plan.terms_sbp), spec(wanted, shape, None, dtype),
                                         str(call.func))
         for rank, part in panel.shards.items():
             shard = shards.setdefault(rank, part.new_empty(plan.out.local_shape(shape, rank)))

@@ -26,7 +26,7 @@ from globaltensor.dispatch.memory_overlap import refuse_overlap
 from globaltensor.dispatch.op_errors import add_operands
 from globaltensor.dispatch.recipe import Decision, Recipe, static
 from globaltensor.layouts.global_like import GlobalLike, is_global
-from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, completes, spec
+from globaltensor.layouts.layout import Layout, Shape, Shards, Spec, completes
 from globaltensor.layouts.recent import Recent
 from globaltensor.layouts.regions import Range
 from globaltensor.rules.call import Call, arguments
@@ -280,10 +280,9 @@ class _Run(Run):
     def gather_regions(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[Shards]:
         return move_shards([Move(t.spec, t.shards, dst) for t, dst in zip(tensors, dsts)], op)
 
-    def scatter_add_regions(self, parts: Shards, held: Layout, shape: Shape, dtype: torch.dtype, dst: Layout,
-                            op: str) -> GlobalLike:
-        shards, = move_shards([Move(spec(held, shape, None, dtype), parts, dst)], op)
-        return self.wrap(spec(dst, shape, None, dtype), shards)
+    def scatter_add_regions(self, parts: Shards, held: Layout, of: Spec, op: str) -> GlobalLike:
+        shards, = move_shards([Move(of.on(held), parts, of.layout)], op)
+        return self.wrap(of.on(held).moved(of.layout), shards)
 
     def row_exchange(self, axes: tuple[int, ...], held: Mapping[int, Range], wanted: Mapping[int, torch.Tensor],
                      row: Mapping[int, Shape], op: str, src: Layout, dst: Layout) -> RowExchange:

@@ -98,9 +98,8 @@ class Trace(Run):
     def gather_regions(self, tensors: Sequence[GlobalLike], dsts: Sequence[Layout], op: str) -> list[Shards]:
         return self._untraced().gather_regions(tensors, dsts, op)
 
-    def scatter_add_regions(self, parts: Shards, held: Layout, shape: Shape, dtype: torch.dtype, dst: Layout,
-                            op: str) -> GlobalLike:
-        return self._untraced().scatter_add_regions(parts, held, shape, dtype, dst, op)
+    def scatter_add_regions(self, parts: Shards, held: Layout, of: Spec, op: str) -> GlobalLike:
+        return self._untraced().scatter_add_regions(parts, held, of, op)
 
     def row_exchange(self, axes: tuple[int, ...], held: Mapping[int, Range], wanted: Mapping[int, torch.Tensor],
                      row: Mapping[int, Shape], op: str, src: Layout, dst: Layout) -> RowExchange:

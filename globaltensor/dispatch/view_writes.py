@@ -330,7 +330,7 @@ class _Target:
         parts = {rank: self.pieces[rank].elements if rank in self.pieces else
                  shard.new_empty((0,) * own.ndim, dtype=own.dtype) for rank, shard in self.base.shards.items()}
         held = rank_regions(own.placement, regions)
-        return run.scatter_add_regions(parts, held, own.shape, own.dtype, own.layout, op)
+        return run.scatter_add_regions(parts, held, own, op)
 
     def parts_of(self, t: Any, run: Run, op: str) -> dict[int, Tensor]:
         """What every rank needs of an operand that is broadcast to the view's shape."""

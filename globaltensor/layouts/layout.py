@@ -251,7 +251,9 @@ def dense(shape: Shape, like: Shape) -> Shape:
 def dense_in_order(t: torch.Tensor, like: Shape) -> torch.Tensor:
     """The tensor without gaps, its dims in memory in the order that the strides `like` tell."""
     own = dense(tuple(t.shape), like)
-    return t if t.stride() == own else t.new_empty_strided(t.shape, own).copy_(t)
+    if all(n == 1 or step == its for n, step, its in zip(t.shape, t.stride(), own)):
+        return t
+    return t.new_empty_strided(t.shape, own).copy_(t)
 
 
 @remembered

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from globaltensor.runtime.op_shapes import SHAPES
+from globaltensor.runtime.op_shapes import LAST_ON_CPU, SHAPES, channels_last_on_cpu, is_channels_last
 from globaltensor.runtime.torch_internals import (
     OpOverload,
     UntracedMode,
@@ -61,11 +61,15 @@ def meta(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def as_on(device: str, func: OpOverload, operands: Sequence[Any], results: Any) -> Any:
-    """The same, as kernels of a type of device give it. Statistics of a norm of 16 bits are wider, but those on a CPU
-    are not where no parameter is: torch's shape functions would tell that only on that device."""
+    """The same, as kernels of a type of device give it: torch's shape functions tell what those of CUDA do. On a CPU
+    statistics of a norm of 16 bits are wider only where a parameter is, and more ops keep images channels last."""
     norms = (aten.native_layer_norm.default, aten.native_batch_norm.default)
-    if func in norms and device == "cpu" and len({own.dtype for own in operands}) == 1:
+    if device != "cpu":
+        return results
+    if func in norms and len({own.dtype for own in operands}) == 1:
         return tuple(t.to(operands[0].dtype) for t in results)
+    if any(is_channels_last(operands[i].shape, operands[i].stride) for i in LAST_ON_CPU.get(func, ())):
+        return channels_last_on_cpu(func, results)
     return results
 
 

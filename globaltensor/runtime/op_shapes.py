@@ -233,3 +233,39 @@ _FUNCTIONS: dict[OpOverload, ShapeFunction] = {
     aten.binary_cross_entropy_backward.default: _as_operand(1),
 }
 SHAPES: dict[OpOverload, ShapeFunction] = {op: _for_contiguous(shape_of) for op, shape_of in _FUNCTIONS.items()}
+
+
+# ------------------------------------------------------------------------------------------ channels last on a CPU
+
+# op -> the operands of which one that is channels last makes the result so, where torch's shape functions say otherwise
+LAST_ON_CPU: dict[OpOverload, tuple[int, ...]] = {
+    aten.convolution.default: (0, 1),
+    **dict.fromkeys((aten.roll.default, aten.max_unpool2d.default, aten.pixel_shuffle.default,
+                     aten.pixel_unshuffle.default, aten.channel_shuffle.default, aten.native_channel_shuffle.default,
+                     aten.reflection_pad2d.default, aten.reflection_pad3d.default, aten.replication_pad2d.default,
+                     aten.replication_pad3d.default), (0,)),
+    **dict.fromkeys((aten.reflection_pad2d_backward.default, aten.reflection_pad3d_backward.default,
+                     aten.replication_pad2d_backward.default, aten.replication_pad3d_backward.default), (1,)),
+}
+
+
+def is_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Do kernels take a tensor of this shape and these strides for channels last? (`suggest_memory_format` in C++.)"""
+    if len(shape) not in (4, 5) or 0 in shape or not stride[1]:
+        return False
+    least = 0
+    for d in (1, *range(len(shape) - 1, 1, -1), 0):
+        if stride[d] < least or d == 0 and least == stride[1]:
+            return False
+        least = stride[d] * shape[d]
+    return True
+
+
+def channels_last_on_cpu(func: OpOverload, result: Tensor) -> Tensor:
+    """The result of an op of which an operand is channels last. Kernels of volumes are so only for batches of 32 bits
+    and fewer."""
+    volumes = func is aten.convolution.default and result.dim() == 5
+    if volumes and (result.shape[0] == 1 or result.dtype is torch.float64):
+        return result
+    last = torch.channels_last if result.dim() == 4 else torch.channels_last_3d
+    return torch.empty(result.shape, dtype=result.dtype, device="meta", memory_format=last)
