@@ -148,6 +148,41 @@ def test_copies_and_pickles():
     assert again.sbp == p.sbp and torch.equal(again.full_tensor(), p.full_tensor())
 
 
+ALIASES = {
+    "row": lambda x: x[0], "rows": lambda x: x[1:3], "column": lambda x: x[:, 1], "transpose": torch.t,
+    "detach": torch.detach, "view": lambda x: x.view(12), "view of a row": lambda x: x[2].view(3, 1),
+    "chunk": lambda x: x.chunk(2)[1], "diagonal": torch.diagonal, "itself": lambda x: x,
+    "row of the transpose": lambda x: x.t()[1], "strided": lambda x: x.as_strided((2, 2), (3, 1)),
+}
+
+
+@pytest.mark.parametrize("sbp", [B, S(0), S(1), P], ids=str)
+@pytest.mark.parametrize("name", ALIASES)
+def test_deep_copies_share_memory_as_what_they_are_of(name, sbp):
+    for first in (0, 1):                             # which of the two is copied first
+        seen = []
+        for x in (torch.arange(12.0).view(4, 3), gt.from_full(torch.arange(12.0).view(4, 3), TWO, sbp)):
+            pair = [x, ALIASES[name](x)]
+            copies = copy.deepcopy(pair if first == 0 else pair[::-1])
+            base, view = copies if first == 0 else copies[::-1]
+            base.mul_(2)
+            seen.append(view.tolist())
+            view.add_(1)
+            seen.append(base.tolist())
+            seen.append(x.tolist())
+        assert seen[:3] == seen[3:]
+
+
+def test_a_copied_module_shares_memory_among_its_own():
+    module = nn.Module()
+    module.register_buffer("flat", gt.zeros(6, placement=TWO, sbp=S(0)))
+    module.head, module.flat.mark = module.flat[:4], [module.flat]
+    again = copy.deepcopy(module)
+    again.flat.add_(1)
+    assert again.head.tolist() == [1] * 4 and module.head.tolist() == [0] * 4 and again.flat.mark[0] is again.flat
+    assert again.flat.sbp == (S(0),) and again.flat.lineage == module.flat.lineage
+
+
 @pytest.mark.parametrize("where, sbp", [(TWO, S(1)), (PLACES[1], S(0)), (PLACES[2], (S(0), S(0))),
                                         (gt.placement("cpu", [[0, 1], [2, 3]], ("dp", "tp")), (B, P))], ids=str)
 def test_what_torch_saves_it_loads_without_trusting_the_file(where, sbp):

@@ -68,7 +68,8 @@ def keep_global(x: Any, cls: type) -> Any:
 
 
 def deep_copy(x: Any, memo: dict[int, Any]) -> Any:
-    """copy.deepcopy of a global tensor. Of a parameter torch copies the value alone."""
+    """copy.deepcopy of a global tensor. What shares memory shares that of the copies; of a parameter torch copies the
+    value alone."""
     end_graph("copy.deepcopy of a global tensor notes what it copied, by where it lies in memory")
     if id(x) not in memo:
         if not x.is_leaf:
@@ -77,11 +78,25 @@ def deep_copy(x: Any, memo: dict[int, Any]) -> Any:
             raise GlobalTensorError("an optimizer under gt.zero cannot be copied",
                                     "its copy would step parts that belong to no parameter",
                                     "gt.zero(torch.optim.AdamW(copy.parameters())), then load_state_dict")
-        value = x.detach().clone()
         if isinstance(x, torch.nn.Parameter):
-            memo[id(x)] = torch.nn.Parameter(value, x.requires_grad)
+            memo[id(x)] = torch.nn.Parameter(x.detach().clone(), x.requires_grad)
         else:
+            value = _copy_in_copied_memory(x, memo)
             memo[id(x)] = value.requires_grad_(x.requires_grad)
             value.grad = deepcopy(x.grad, memo)
             value.__dict__.update(deepcopy(user_attributes(x), memo))
     return memo[id(x)]
+
+
+def _copy_in_copied_memory(x: Any, memo: dict[int, Any]) -> Any:
+    """The same of the copy of its memory, of which torch makes one for all tensors that share it."""
+    origin = x.origin
+    if origin is not None:
+        with torch.no_grad():
+            views = origin.func(_copy_in_copied_memory(origin.base, memo), *origin.values[1:])
+        return views if isinstance(views, torch.Tensor) else views[origin.nth]
+    if x.spec.lazy_bits or x.emptied_later is not None:
+        return x.detach().clone()
+    value = type(x).wrap(x.spec, {rank: deepcopy(shard.detach(), memo) for rank, shard in x.shards.items()})
+    value.lineage = x.lineage
+    return value
