@@ -28,7 +28,8 @@ HERE = layout(P22, (gt.sbp.split(1), gt.sbp.partial_max))
 VALUES = [
     None, True, 0, -1, 1 << 80, 0.1, -0.0, math.inf, "", "ä\n\0", (), [], {}, set(), (1, [2, (3,)]),
     {"a": 1, 2: None, (3, "x"): {"b": [True]}}, {1, (2, 3)}, 1 - 2j, torch.bfloat16, torch.Size([2, 3]),
-    gt.sbp.broadcast, P22, HERE, TensorMeta(HERE, (2, 3), torch.float32, True), PartInfo((2,), torch.int64, 5, None),
+    gt.sbp.broadcast, P22, HERE, TensorMeta(HERE, (2, 3), torch.float32, True),
+    PartInfo((2,), (), torch.int64, 5, None),
 ]
 TENSORS = [torch.arange(6.).view(2, 3), torch.zeros(0, 3), torch.tensor(5, dtype=torch.uint8), torch.ones(3).bfloat16(),
            torch.arange(6).view(2, 3).T, torch.tensor([1 + 2j])]

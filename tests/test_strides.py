@@ -5,6 +5,7 @@ Programs ask for strides, and whether a tensor is contiguous. The operator datab
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 
 import pytest
 import torch
@@ -217,3 +218,42 @@ def test_channels_last_images_stay_so_however_they_are_cut(name):
             back, = torch.autograd.grad(got, x, its)
             torch.testing.assert_close(back.full_tensor(), grad, rtol=1e-4, atol=1e-4)
             assert order(back) == order(grad), f"{n} images, {sbp}, gradient: {back.stride()}, not {grad.stride()}"
+
+
+LYING = {"channels last": torch.randn(2, 4, 6, 6).contiguous(memory_format=CL), "transposed": torch.randn(4, 6).t(),
+         "sliced": torch.randn(6, 8, 4)[:, ::2].transpose(0, 2), "contiguous": torch.randn(4, 6)}
+
+
+@pytest.mark.parametrize("sbp", ["S(0)", "S(1)", "B", "P"])
+@pytest.mark.parametrize("name", LYING)
+def test_plain_tensors_keep_their_order_on_the_way_in(name, sbp):
+    t, where = LYING[name], gt.placement("cpu", RANKS)
+    dim = int(sbp[2]) if sbp[0] == "S" else None
+    joined = torch.cat([t] * 3, dim) if sbp[0] == "S" else t * 3 if sbp == "P" else t
+    results = {"from_full": gt.from_full(t, where, sbp), "from_local": gt.from_local(deepcopy(t), where, sbp),
+               "from_shards": gt.from_shards(dict.fromkeys(RANKS, deepcopy(t)), where, sbp)}
+    for way, x in results.items():
+        values = t if way == "from_full" else joined
+        torch.testing.assert_close(x.full_tensor(), values, msg=way)
+        assert dims_in_memory(x) == dims_in_memory(t), way
+        assert x.stride() == x.clone().stride(), way
+        for part in x.shards.values():
+            dims = [d for d in dims_in_memory(x) if part.shape[d] > 1]
+            assert not part.numel() or dims_in_memory(part) == dims, way
+        x.mul_(2)                                    # parts of ranks are no one memory
+        torch.testing.assert_close(x.full_tensor(), values * 2, msg=way)
+
+
+@pytest.mark.parametrize("spread", ["to_global", "parallelize"])
+def test_a_channels_last_module_stays_so(spread):
+    plain = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 8, 3)).to(memory_format=CL)
+    images = torch.randn(2, 3, 8, 8).contiguous(memory_format=CL)
+    want = plain(images).detach()
+    where = gt.placement("cpu", [0, 1], axis_names=("dp",))
+    model = gt.to_global(plain, where, "B") if spread == "to_global" else gt.parallelize(plain, where)
+    assert all(p.is_contiguous(memory_format=CL) for p in model.parameters() if p.dim() == 4)
+    got = model(gt.from_full(images, where, "S(0)"))
+    assert got.is_contiguous(memory_format=CL)
+    torch.testing.assert_close(got.full_tensor(), want)
+    got.sum().backward()
+    assert all(p.grad.is_contiguous(memory_format=CL) for p in model.parameters() if p.dim() == 4)

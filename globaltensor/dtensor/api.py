@@ -106,7 +106,7 @@ def distribute_tensor(tensor: torch.Tensor, device_mesh: DeviceMesh | None = Non
         if tensor.is_meta:
             x = _memoryless(dst, tuple(tensor.shape), tensor.dtype)
         elif src_data_rank is None:
-            x = lineage.begin_lineage(FromFull.of(tensor.detach(), dst))
+            x = lineage.begin_lineage(FromFull.of(tensor.detach().contiguous(), dst))    # others' may lie otherwise
         else:
             x = _from_rank(tensor.detach(), dst, src_data_rank)
     return x.requires_grad_(tensor.requires_grad)

@@ -8,7 +8,7 @@ import torch
 
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.errors import ArgumentError, GlobalTensorError, ShapeError, expect
-from globaltensor.layouts.layout import Layout, Shape, layout, sbp_text, spec
+from globaltensor.layouts.layout import Layout, Shape, Spec, dense, dense_in_order, layout, sbp_text, spec
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.rank_regions import rank_regions
 from globaltensor.layouts.regions import Range
@@ -32,7 +32,8 @@ from globaltensor.tracebacks import api_boundary
 def from_full(t: torch.Tensor, placement: Placement, sbp: SbpLike) -> GlobalTensor:
     """Every process holds the same whole tensor `t`; each keeps its part. Collective; moves nothing. Differentiable.
 
-    Raises SbpError for an sbp that does not fit, DisagreementError on every rank where `t` is not the same everywhere.
+    Raises SbpError for an sbp that does not fit, DisagreementError on every rank where `t` is not the same everywhere,
+    in the same order in memory, which its parts keep.
     """
     expect(t, torch.Tensor, "from_full of no tensor", "gt.from_full(torch.tensor(...), placement, sbp)")
     return _whole_alike(t, placement, sbp)
@@ -49,7 +50,9 @@ def _whole_alike(t: torch.Tensor, placement: Placement, sbp: SbpLike, name: str 
     if compiling():                                  # no values to compare
         return FromFull.of(t, dst)
     require(innermost(t), f"{name} on {dst}")
-    agree_on(innermost(t), f"{name} on {dst}", None, *advice)
+    whole = innermost(t)
+    order = "" if whole.is_contiguous() else f" with strides {list(dense(tuple(whole.shape), whole.stride()))}"
+    agree_on(whole, f"{name} on {dst}{order}", None, *advice)
     return lineage.begin_lineage(FromFull.of(t, dst))
 
 
@@ -120,10 +123,11 @@ def _mine(where: Any) -> list[int]:
 
 @message
 class PartInfo(NamedTuple):
-    """What the others must know of one rank's part. `checksum` is 0 where no rank has to hold the same, `missing` says
-    why it cannot be read."""
+    """What the others must know of one rank's part. `stride` is () where it is contiguous, `checksum` 0 where no rank
+    has to hold the same, `missing` says why it cannot be read."""
 
     shape: Shape
+    stride: Shape
     dtype: torch.dtype
     checksum: int
     missing: tuple[str, str] | None
@@ -143,11 +147,12 @@ def join_parts(mine: dict[int, torch.Tensor], where: Any, sbp: Any) -> GlobalTen
         raise _misfit(str(dst), {r: list(p.shape) for r, p in parts.items()},
                       f"a tensor of {list(shape)} would be cut as:" + _rank_lines({r: list(n) for r, n in cut.items()}),
                       "parts as equal as can be, the larger ones first; or gt.from_full of the whole")
-    dtype, shards, heads = parts[where.flat[0]].dtype, on_devices(mine, where), heads_of(dst)
+    of, heads = spec(dst, shape, _stride_of(parts, shape), parts[where.flat[0]].dtype), heads_of(dst)
+    shards = on_devices(mine, of)
     # mostly they are equal, and nothing moves
     if any(parts[r].checksum != parts[head].checksum for r, head in heads.items()):
-        shards = _from_heads(shards, heads, dst, shape, dtype)
-    return GlobalTensor.wrap(spec(dst, shape, None, dtype), shards)
+        shards = _from_heads(shards, heads, of)
+    return GlobalTensor.wrap(of, shards)
 
 
 def join_rows(mine: dict[int, torch.Tensor], parts: Mapping[int, PartInfo], where: Any, nd: NdSbp,
@@ -156,6 +161,7 @@ def join_rows(mine: dict[int, torch.Tensor], parts: Mapping[int, PartInfo], wher
     the library cuts elsewhere. `parts` are those of all ranks. Raises ShapeError where they differ in other dims."""
     dst, shape = fit_parts(parts, where, nd, what)
     first = parts[where.flat[0]]
+    of = spec(dst, shape, _stride_of(parts, shape), first.dtype)
     if any(p.shape[1:] != first.shape[1:] for p in parts.values()):
         raise _misfit(f"{where} {sbp_text(nd)}", {r: list(p.shape) for r, p in parts.items()},
                       "the rows of one tensor have one shape", "a collate_fn that pads to a fixed length")
@@ -165,12 +171,13 @@ def join_rows(mine: dict[int, torch.Tensor], parts: Mapping[int, PartInfo], wher
         if head == r:
             start, stop = stop, stop + parts[r].shape[0]
             rows[r] = (start, stop)
-    held = {r: rows[head] if parts[r] == parts[head] else (stop, stop) for r, head in heads.items()}
-    shards = on_devices({r: t[:held[r][1] - held[r][0]] for r, t in mine.items()}, where)
+    held = {r: rows[head] if parts[r]._replace(stride=()) == parts[head]._replace(stride=()) else (stop, stop)
+            for r, head in heads.items()}
+    shards = on_devices({r: t[:held[r][1] - held[r][0]] for r, t in mine.items()}, of)
     if any(dst.local_shape(shape, r)[0] != last - start for r, (start, last) in held.items()):
         src = rank_regions(where, {r: (ends, *((0, n) for n in shape[1:])) for r, ends in held.items()})
-        shards, = move_shards([Move(spec(src, shape, None, first.dtype), shards, dst)])
-    return lineage.begin_lineage(GlobalTensor.wrap(spec(dst, shape, None, first.dtype), shards))
+        shards, = move_shards([Move(of.on(src), shards, dst)])
+    return lineage.begin_lineage(GlobalTensor.wrap(of, shards))
 
 
 def has_copies(where: Any, nd: NdSbp) -> bool:
@@ -196,11 +203,18 @@ def fit_parts(parts: Mapping[int, PartInfo], where: Any, nd: NdSbp, what: str) -
     return dst, _global_shape({r: p.shape for r, p in parts.items()}, dst)
 
 
-def on_devices(mine: Mapping[int, torch.Tensor], where: Any) -> dict[int, torch.Tensor]:
-    """The parts of this process on the devices of their ranks, none of which share memory."""
+def _stride_of(parts: Mapping[int, PartInfo], shape: Shape) -> Shape | None:
+    """The strides of the tensor of these parts, as the first tells that is not contiguous; None where all are."""
+    first = next((p for _, p in sorted(parts.items()) if p.stride and 0 not in p.shape), None)
+    return None if first is None else dense(shape, first.stride)
+
+
+def on_devices(mine: Mapping[int, torch.Tensor], of: Spec) -> dict[int, torch.Tensor]:
+    """The parts of this process on the devices of their ranks, in the order in memory that the spec tells, none of
+    which share memory."""
     shards: dict[int, torch.Tensor] = {}
     for r, t in mine.items():
-        t = t.to(world().device(where.type, r)).contiguous()
+        t = dense_in_order(t.to(world().device(of.placement.type, r)), of.stride)
         # one tensor may be given for several ranks; in one memory, a write to one shard would be a write to all
         shards[r] = t.clone() if t.data_ptr() in [s.data_ptr() for s in shards.values()] else t
     return shards
@@ -209,8 +223,9 @@ def on_devices(mine: Mapping[int, torch.Tensor], where: Any) -> dict[int, torch.
 def part_info(t: torch.Tensor, copies: bool) -> PartInfo:
     """What the others must know of this part; `copies`: some of them are to hold the same."""
     if (no_memory := missing(t)) is not None:
-        return PartInfo((), t.dtype, 0, no_memory)
-    return PartInfo(tuple(t.shape), t.dtype, checksum(t) if copies else 0, None)
+        return PartInfo((), (), t.dtype, 0, no_memory)
+    stride = () if t.is_contiguous() else tuple(t.stride())
+    return PartInfo(tuple(t.shape), stride, t.dtype, checksum(t) if copies else 0, None)
 
 
 def _all_parts(mine: dict[int, PartInfo], what: str) -> dict[int, PartInfo]:
@@ -233,14 +248,14 @@ def heads_of(dst: Layout) -> dict[int, int]:
             for r, index in dst.placement.coords.items()}
 
 
-def _from_heads(shards: dict[int, torch.Tensor], heads: dict[int, int], dst: Layout, shape: Shape,
-                dtype: torch.dtype) -> dict[int, torch.Tensor]:
+def _from_heads(shards: dict[int, torch.Tensor], heads: dict[int, int], of: Spec) -> dict[int, torch.Tensor]:
     """Every rank's part from the first rank that has it: a boxing from a placement of those alone."""
+    dst = of.layout
     firsts = tuple(slice(0, 1) if s.is_broadcast else slice(None) for s in dst.sbp)
     ranks = torch.tensor(dst.placement.ranks, device="cpu")[firsts]
     src = layout(type(dst.placement)(dst.placement.type, ranks, dst.placement.axis_names), dst.sbp)
     held = {r: t for r, t in shards.items() if heads[r] == r}
-    return move_shards([Move(spec(src, shape, None, dtype), held, dst)])[0]
+    return move_shards([Move(of.on(src), held, dst)])[0]
 
 
 def _global_shape(shapes: dict[int, Shape], dst: Layout) -> Shape:

@@ -13,7 +13,7 @@ from globaltensor.boxings import watch
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.errors import ArgumentError
 from globaltensor.layouts.global_like import GlobalLike
-from globaltensor.layouts.layout import Layout, Shards, Spec, layout, spec
+from globaltensor.layouts.layout import Layout, Shards, Spec, dense, dense_in_order, layout, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.runtime import custom_ops, trace_order
@@ -84,21 +84,22 @@ def place_full(whole: torch.Tensor, dst: Layout) -> tuple[Spec, Shards]:
     """The spec and the shards of a value that every process holds whole; no communication."""
     ranks = local_ranks_of(dst.placement)
     home = dst.replicated
-    of = spec(home, tuple(whole.shape), None, whole.dtype)
     devices = {r: world().device(dst.placement.type, r) for r in ranks}
     if not is_of_a_trace(whole):
         require(whole, f"a plain tensor on {dst}")
+    shape = tuple(whole.shape)
+    of = spec(home, shape, dense(shape, whole.stride()), whole.dtype)
     source = whole.detach().resolve_conj().resolve_neg()         # what reads the memory knows no such bits
     if dst.placement.type == "cpu":
         source = source.cpu()
     if dst is home:
-        shards = {r: source.to(devices[r], copy=True).contiguous() for r in ranks}
+        shards = {r: dense_in_order(source.to(devices[r], copy=True), of.stride) for r in ranks}
     elif dst.placement.type in ("cpu", "meta"):
         shards = move_shards([Move(of, dict.fromkeys(ranks, source), dst)], "from_full")[0]
     else:                                            # cut where it is: a device gets its ranks' parts only
         cut = dst.without_partials
         parts = {r: tuple(slice(*ends) for ends in cut.region(of.shape, r)) for r in ranks}
-        shards = {r: source[part].to(devices[r], copy=True).contiguous() for r, part in parts.items()}
+        shards = {r: dense_in_order(source[part].to(devices[r], copy=True), of.stride) for r, part in parts.items()}
         if cut is not dst:
             shards = move_shards([Move(of.on(cut), shards, dst)], "from_full")[0]
     return of.on(dst), shards
