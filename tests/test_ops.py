@@ -810,3 +810,22 @@ def test_inference_mode_runs_split():
         want = F.layer_norm(x @ w, (8,)).reshape(4, 2, 4).flatten(1).softmax(-1)
         same(got, want, "inference mode")
     assert got.sbp == (S0,) and not sum(m.bytes for m in moves)
+
+
+@pytest.mark.parametrize("sbp", [S0, P], ids=str)
+@pytest.mark.parametrize("ranks", [[0, 1], [2, 0, 1, 4, 3]], ids=str)
+@pytest.mark.parametrize("n", [1, 2, 5, 8, 9])
+def test_a_search_comes_upon_nan_as_on_one_device(n, ranks, sbp):
+    """torch's binary search takes nan for less than all: how many of a row it comes upon depends on the whole row."""
+    numbers, where = torch.tensor([-math.inf, -1.0, 0, 0, 2, 3, 3, 5, math.inf]), gt.placement("cpu", ranks)
+    values = torch.tensor([-math.inf, -2, -1, 0, 1, 2, 3, 4, math.inf, math.nan])
+    for k, right in itertools.product(range(n + 1), (False, True)):
+        row = torch.cat([numbers[9 - k:], torch.full((n - k,), math.nan)])[:n]
+        rows = torch.stack([row, row.nan_to_num(9.0)])
+        cut = gt.from_full(row, where, sbp)
+        want = torch.searchsorted(row, values, right=right)
+        assert torch.searchsorted(cut, values, right=right).full_tensor().equal(want), (row, right)
+        assert torch.bucketize(values, cut, right=right).full_tensor().equal(want), (row, right)
+        cut, both = gt.from_full(rows, where, split(1) if sbp == S0 else P), values.repeat(2, 1)
+        want = torch.searchsorted(rows, both, right=right)
+        assert torch.searchsorted(cut, both, right=right).full_tensor().equal(want), (row, right)

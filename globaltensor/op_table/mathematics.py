@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import torch
 
-from globaltensor.algorithms import decompositions, strided_memory
+from globaltensor.algorithms import decompositions, searches, strided_memory
 from globaltensor.op_table.line import TABLE, decomposed, lines, sized
 from globaltensor.rules import layers
 from globaltensor.rules.families import along, fixed, masked_outputs, pointwise
@@ -56,8 +56,8 @@ lines("_pdist_backward", fixed("p!, m! d, p! -> m! d", "a*B*C"),
       decomposition=decompositions.empty_distances_backward, applies=lambda call: not call.tensors[0].numel())
 decomposed("dist", lambda call, run: run(aten.linalg_vector_norm.default,
                                          run(aten.sub.Tensor, call["self"], call["other"]), call["p"]))
-lines("bucketize.Tensor", fixed("d*, k -> d*"))
-lines("searchsorted.Tensor", searched)
+for _name, _family in (("bucketize.Tensor", fixed("d*, k -> d*")), ("searchsorted.Tensor", searched)):
+    lines(_name, _family, decomposition=searches.search_without_nan, applies=searches.searches_split_floats)
 lines("isin.Tensor_Tensor", fixed("d*, k*! -> d*"))
 lines("take", fixed("s*!, i* -> i*", "a*B"))
 
