@@ -17,6 +17,7 @@ from globaltensor.algorithms.offer import Offer
 from globaltensor.algorithms.run import Decomposition
 from globaltensor.dispatch import foreach
 from globaltensor.dispatch.choose import Contest, layouts
+from globaltensor.dispatch.kernel_errors import of_zeros, refuse_by_kernel, rule_of
 from globaltensor.dispatch.op_errors import refuse_collectives
 from globaltensor.dispatch.other_devices import check_device, decide_elsewhere
 from globaltensor.dispatch.out_of_place import may_move_result, offer_result
@@ -53,7 +54,6 @@ from globaltensor.runtime.torch_internals import (
     shapes_of_symbols,
     tree_flatten,
     tree_leaves,
-    tree_map_only,
 )
 from globaltensor.runtime.world import local_ranks_of, world
 
@@ -80,6 +80,7 @@ def decide(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs:
     if elsewhere is not None:
         return elsewhere
     if line is not None and decomposition is not None and line.offer is None and line.applies(call):
+        _check_call(cls, call)                       # what it is made of takes more than the op does
         return decomposition
     decision = _decide_by_rule(cls, call, line, where, len(args), beside=True)
     return restride if func is _as_strided and isinstance(decision, Recipe) and decision.boxes_view else decision
@@ -194,7 +195,7 @@ def contest_of(cls: type[GlobalLike], call: Call) -> Contest | None:
 def _contest(line: Line, call: Call, operands: list[Spec], results: list[Any], written: tuple[int, ...], beside: bool
              ) -> Contest:
     """The same, of a line; `beside`: the algorithm too."""
-    rule, symbolic = expected_rule(line.rule(call)), any(own.symbolic for own in operands)
+    rule, symbolic = expected_rule(rule_of(line, call, operands)), any(own.symbolic for own in operands)
     operands = [own.expected for own in operands]
     sizes = []
     for r in _ruled(results, len(rule.outputs)):
@@ -324,8 +325,8 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
             result = as_on(operands[0].placement.type, call.func, operands, meta(call.func, args, kwargs))
     except NotImplementedError:
         return None
-    except (ValueError, AssertionError):             # Python's own, of a shape function that unpacks what does not fit
-        result, key = _of_zeros(call, operands), None
+    except (ValueError, AssertionError, ZeroDivisionError):       # Python's own, of a shape function that checks less
+        result, key = of_zeros(call, operands), None
     except (RuntimeError, IndexError) as error:
         if str(error).startswith("output with shape"):
             raise _changed(call, str(error)) from None
@@ -334,8 +335,9 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
         if any(word in text.lower() for word in ("meta", "data-dependent", "no fake impl", "not allocated")):
             return None
         if all(own.numel for own in operands):
+            refuse_by_kernel(call, operands)
             raise (type(error)(text) if text != str(error) else error) from None
-        result, key = _of_zeros(call, operands), None
+        result, key = of_zeros(call, operands), None
     flat = tree_flatten(result)[0] if result is not None else []
     if key is not None and all(isinstance(r, torch.Tensor) and _is_like(r, operands[0]) for r in flat):
         _alike[key] = [r.dtype for r in flat]
@@ -356,17 +358,6 @@ def _meta_operand(own: Spec) -> torch.Tensor:
     t = torch.empty_strided(own.shape, own.stride, dtype=own.dtype, device="meta")
     t = t.conj() if "conj" in own.lazy_bits else t
     return neg_view(t) if "neg" in own.lazy_bits else t
-
-
-def _of_zeros(call: Call, operands: list[Spec]) -> Any:
-    """What the op itself returns for zeros, or raises. Of an empty operand torch's kernels take what its shape
-    functions refuse, such as a product of two dtypes, or rows that no index names."""
-    zeros = [torch.zeros((), dtype=own.dtype, device="cpu").expand(own.shape) for own in operands]
-    for i in written_operands(call):                 # to memory of their own
-        zeros[i] = torch.zeros(operands[i].shape, dtype=operands[i].dtype, device="cpu")
-    args, kwargs = call.arguments_with(zeros)
-    with torch.no_grad():
-        return tree_map_only(torch.Tensor, lambda t: t.to("meta"), call.func(*args, **kwargs))
 
 
 _alike: Recent[tuple[Any, ...], list[torch.dtype]] = Recent()

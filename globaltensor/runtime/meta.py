@@ -325,6 +325,30 @@ def _check_classes(x: Tensor, target: Tensor, *_: Any) -> None:
         raise RuntimeError(f"expected target dtype to be Long or Byte, but got {_name_of_dtype(target)}")
 
 
+def _check_reduced(x: Tensor, *dims: Any, **more: Any) -> None:
+    if not dims and not more and not x.numel():
+        raise RuntimeError("Expected reduction dim to be specified for input.numel() == 0. Specify the reduction dim "
+                           "with the 'dim' argument.")
+
+
+def _check_channels(x: Tensor, *_: Any) -> None:
+    x.size(1)
+
+
+def _check_varied(x: Tensor, *_: Any, **more: Any) -> None:
+    if not (x.dtype.is_floating_point or x.dtype.is_complex):
+        raise RuntimeError("std and var only support floating point and complex dtypes")
+
+
+def _check_convolved(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
+                     dilation: Sequence[int], *options: Any) -> None:
+    if min(dilation) <= 0:
+        raise RuntimeError("non-positive dilation is not supported")
+    if options[0] and x.dim() == weight.dim() > 2 and x.shape[1] != weight.shape[0]:
+        raise RuntimeError(f"Given transposed=1, weight of size {list(weight.shape)}, expected input{list(x.shape)} "
+                           f"to have {weight.shape[0]} channels, but got {x.shape[1]} channels instead")
+
+
 def _name_of_dtype(t: Tensor) -> str:
     """As C++ calls it."""
     return t.type().rpartition(".")[2].removesuffix("Tensor")
@@ -337,4 +361,9 @@ _CHECKS: dict[str, Callable[..., None]] = {
     "aten::index_fill": _check_filled,
     "aten::index_put": _check_put,
     "aten::nll_loss2d_forward": _check_classes,
+    "aten::convolution": _check_convolved,
+    "aten::native_batch_norm": _check_channels,
+    "aten::max": _check_reduced,
+    "aten::min": _check_reduced,
+    **dict.fromkeys(("aten::var", "aten::std", "aten::var_mean", "aten::std_mean"), _check_varied),
 }

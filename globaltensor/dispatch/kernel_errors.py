@@ -1,0 +1,50 @@
+"""What torch's kernels say of a mistake, where shape functions and rules say less of it, or nothing."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from globaltensor.dispatch.recipe import written_operands
+from globaltensor.errors import RuleError
+from globaltensor.layouts.layout import Spec
+from globaltensor.op_table.line import Line
+from globaltensor.rules.call import Call
+from globaltensor.rules.language import Rule
+from globaltensor.runtime.torch_internals import tree_map_only
+
+_MOST_ZEROS = 2**24
+
+
+def of_zeros(call: Call, operands: list[Spec]) -> Any:
+    """What the op itself returns for zeros, or raises. Of an empty operand torch's kernels take what its shape
+    functions refuse, such as a product of two dtypes, or rows that no index names."""
+    zeros = [torch.zeros((), dtype=own.dtype, device="cpu").expand(own.shape) for own in operands]
+    for i in written_operands(call):                 # to memory of their own
+        zeros[i] = torch.zeros(operands[i].shape, dtype=operands[i].dtype, device="cpu")
+    args, kwargs = call.arguments_with(zeros)
+    with torch.no_grad():
+        return tree_map_only(torch.Tensor, lambda t: t.to("meta"), call.func(*args, **kwargs))
+
+
+def refuse_by_kernel(call: Call, operands: list[Spec]) -> None:
+    """Raise what the kernel says of a call that something else has refused: it says more, of sizes and of dtypes.
+    It is not asked about so many elements that it would take long where it refuses nothing."""
+    if call.func.namespace != "aten" or operands[0].placement.type == "meta" or (
+            sum(own.numel for own in operands) > _MOST_ZEROS):
+        return
+    try:
+        of_zeros(call, operands)
+    except NotImplementedError:                      # of a CPU, on which the call need not run
+        return
+    except Exception as error:
+        raise error from None
+
+
+def rule_of(line: Line, call: Call, operands: list[Spec]) -> Rule:
+    """The rule of a call. Where none fits, by a mistake that torch's shape functions let pass, torch says which."""
+    try:
+        return line.rule(call)
+    except RuleError as error:
+        refuse_by_kernel(call, operands)
+        raise error from None
