@@ -242,6 +242,50 @@ samples("copysign.Scalar", (w(6, 4),), (w(5, 3),), rest=(-1.5,))
 samples("igamma igammac special_xlog1py", *TWO[:3])
 samples("special_zeta", (w2(6, 4), u(6, 4)), (w2(5, 3), u(3)))
 samples(POLYNOMIALS, (u(6, 4), i(4, 6, 4)), (u(5, 3), i(4, 3)))
+for end, one in (("x_scalar", (0.3, i(4, 5, 3))), ("n_scalar", (u(5, 3), 3))):
+    samples(" ".join(f"{name}.{end}" for name in POLYNOMIALS.split()), one)
+samples("special_zeta.other_scalar", (w2(5, 3),), rest=(0.5,))
+samples("xlogy.Scalar_Other special_xlog1py.other_scalar", *ONE[:2], rest=(0.5,))
+samples("xlogy.Scalar_Self special_xlog1py.self_scalar special_zeta.self_scalar", (2.5, u(6, 4)), (2.5, u(5, 3)))
+samples("_standard_gamma_grad", *TWO[:1], (u(5, 3), u(5, 3)))
+samples("_dirichlet_grad", (u(6, 4), u(6, 4), w2(6, 4)), (u(5, 3), u(5, 3), w2(5, 3)))
+WHOLE = ((i(8, 6, 4), i(3, 6, 4)), (i(8, 5, 3), i(3, 5, 3)))
+SHIFTS = " ".join(f"bitwise_{way}_shift" for way in ("left", "right"))
+samples("gcd lcm __lshift__.Tensor __rshift__.Tensor __ilshift__.Tensor __irshift__.Tensor "
+        + " ".join(f"{name}.Tensor" for name in SHIFTS.split()), *WHOLE)
+samples("__lshift__.Scalar __rshift__.Scalar __ilshift__.Scalar __irshift__.Scalar floor_divide.Scalar "
+        "isin.Tensor_Scalar " + " ".join(f"{name}.Tensor_Scalar" for name in SHIFTS.split()),
+        *[(n,) for n in WHOLE_NUMBERS], rest=(2,))
+samples("bitwise_and.Scalar_Tensor bitwise_or.Scalar_Tensor bitwise_xor.Scalar_Tensor "
+        + " ".join(f"{name}.Scalar_Tensor" for name in SHIFTS.split()), *[(5, n) for n in WHOLE_NUMBERS])
+samples("remainder.Scalar_Tensor", (5, w(6, 4)), (5, w(5, 3)))
+samples("bucketize.Scalar", (0.3, rising(6)), (0.3, rising(5)))
+samples("linalg_lu linalg_ldl_factor_ex cholesky cholesky_inverse linalg_eig _linalg_eigvals",
+        (definite(3, 3),), (definite(5, 3, 3),), (definite(2, 3, 2, 2),))
+samples("linalg_lu", (r(5, 4, 3),), (r(2, 3, 4),))
+
+
+def whole_pivots(*shape):
+    return Draw(lambda g: torch.arange(1, shape[-1] + 1, dtype=torch.int32).expand(shape).clone())
+
+
+for batch in ((), (5,), (6,), (2, 3)):
+    two = definite(*batch, 3, 3), whole_pivots(*batch, 3)
+    samples("linalg_lu_solve linalg_ldl_solve", (*two, r(*batch, 3, 4)))
+    sample("linalg_lu_solve", *two, r(*batch, 4, 3), left=False, adjoint=True)
+    for rest in ((), (False,), (True, False)):
+        sample("lu_unpack", *two, *rest)
+    samples("_cholesky_solve_helper", (r(*batch, 3, 4), definite(*batch, 3, 3), False))
+    sample("triangular_solve", r(*batch, 3, 4), definite(*batch, 3, 3))
+    sample("linalg_householder_product", r(*batch, 3, 2), u(*batch, 2))
+    sample("ormqr", r(*batch, 3, 2), u(*batch, 2), r(*batch, 3, 4))
+    sample("ormqr", r(*batch, 3, 2), u(*batch, 2), r(*batch, 4, 3), False, True)
+sample("linalg_lu_solve", definite(5, 3, 3), whole_pivots(5, 3), r(1, 3, 4))
+sample("_trilinear", r(6, 2), r(4, 2, 3), r(6, 3), [1, 3], [0], [1, 2], [2, 3])
+sample("_trilinear", r(5, 4), r(3, 4, 2), r(5, 2), [1, 3], [0], [1, 2], [2, 3])
+sample("_trilinear", r(5, 4), r(5, 3), r(5, 2), [1, 3], [1, 2], [2, 3], [0])
+for dim in (0, 1, -1):
+    samples("renorm", (w(6, 4),), (w(5, 2, 3),), rest=(2, dim, 1.5))
 samples("linalg_cholesky_ex linalg_inv_ex linalg_matrix_exp linalg_lu_factor_ex linalg_qr _linalg_eigh _linalg_svd",
         (definite(3, 3),), (definite(5, 3, 3),), (definite(2, 3, 2, 2),))
 for n in ((6, 4, 3), (5, 2, 3)):
@@ -310,6 +354,7 @@ convolutions(1, 2, False, 2)
 REDUCED = ((u(6, 4),), (u(5, 2, 3),))
 samples("sum mean prod max min median nanmedian argmax argmin", *REDUCED, (u(1, 5),))
 samples("all count_nonzero", *ZEROS, (z(5, 2, 3),))
+samples("_is_all_true _is_any_true", (b(6, 4),), (b(5, 2, 3),))
 samples("any", (nothing(6, 4),), (nothing(5, 3),))
 samples("nansum", (holes(6, 4),), (holes(5, 3),))
 for dims in ([0], [1], [0, -1], []):
@@ -568,6 +613,15 @@ sample("pixel_unshuffle", r(5, 6, 4, 4), 2)
 sample("pixel_unshuffle", r(1, 2, 2, 6), 2)
 sample("channel_shuffle", r(5, 6, 2), 2)
 sample("channel_shuffle", r(2, 6, 2), 2)
+for n in (6, 5, 2):
+    sample("affine_grid_generator", r(n, 2, 3), [n, 4, 3, 2], False)
+    sample("affine_grid_generator", r(n, 3, 4), [n, 4, 3, 2, 2], True)
+    for space in (2, 3):
+        x, out = (n, 3, *(4,) * space), (n, 3, *(2,) * space)
+        rest = [2] * space, [2] * space
+        sample(f"fractional_max_pool{space}d", r(*x), *rest, u(n, 3, space))
+        sample(f"fractional_max_pool{space}d_backward", r(*out), r(*x), *rest, i(4 ** space, *out))
+        sample(f"fractional_max_pool{space}d", r(*x[1:]), *rest, u(1, 3, space))
 sample("grid_sampler_2d", r(2, 1, 2, 2), r(2, 1, 3, 2), 0, 0, False)
 sample("grid_sampler_2d_backward", r(2, 1, 1, 3), r(2, 1, 2, 2), r(2, 1, 3, 2), 0, 0, False, [True, True])
 sample("grid_sampler_2d_backward", r(2, 1, 1, 3), r(2, 1, 2, 2), r(2, 1, 3, 2), 0, 0, False, [True, False])
@@ -601,6 +655,35 @@ for how in (0, 1, 2):
     sample("nll_loss_forward", r(5), i(5), None, how, -100)
     sample("nll_loss_backward", r(), r(5), i(5), None, how, -100, u())
 
+    for n, classes in ((6, 4), (5, 3), (2, 2)):
+        grad = r(n) if how == 0 else r()
+        for weight in (None, u(classes)):
+            sample("multi_margin_loss", w(n, classes), i(classes, n), 1, 1.0, weight, how)
+            sample("multi_margin_loss_backward", grad, w(n, classes), i(classes, n), 2, 1.0, weight, how)
+        sample("multilabel_margin_loss_forward", w(n, classes), i(classes, n, classes), how)
+        sample("multilabel_margin_loss_backward", grad, w(n, classes), i(classes, n, classes), how,
+               Draw(lambda g, n=n, c=classes: (torch.rand(n, c, generator=g) < 0.5).double()))
+    sample("multi_margin_loss", r(5), i(5, 1), 1, 1.0, None, how)
+    sample("multi_margin_loss_backward", r(), r(5), i(5), 1, 1.0, None, how)
+    sample("multilabel_margin_loss_forward", r(5), i(5, 5), how)
+    sample("multilabel_margin_loss_backward", r(), r(5), i(5, 5), how,
+           Draw(lambda g: (torch.rand(5, generator=g) < 0.5).double()))
+
+
+def of_length(k, n):
+    return Draw(lambda g: torch.full((n,), k))
+
+
+for n in (6, 5, 2):
+    asked, kept = (r(4, n, 5), i(4, n, 2), i(4, 2 * n)), (r(n), r(n, 4, 5))
+    for targets in asked[1:]:
+        sample("_ctc_loss", asked[0], targets, [4] * n, [2] * n, 4)
+    sample("_ctc_loss_backward", r(n), asked[0], asked[1 + (n == 5)], [4] * n, [2] * n, *kept, 4)
+    lengths = of_length(4, n), of_length(2, n)       # of targets one behind the other: tests/test_independent_rows.py
+    sample("_ctc_loss.Tensor", *asked[:2], *lengths, 4)
+    if n == 5:
+        sample("_ctc_loss_backward.Tensor", r(n), *asked[:2], *lengths, *kept, 4)
+
 sample("mkldnn_rnn_layer", r(3, 5, 6), r(16, 6), r(16, 4), r(16), r(16), r(5, 4), r(5, 4), False, [], 2, 4, 1, True,
        False, False, True)
 sample("mkldnn_rnn_layer_backward", r(3, 5, 6), r(16, 6), r(16, 4), r(16), r(16), r(5, 4), r(5, 4), r(3, 5, 4), r(5, 4),
@@ -616,7 +699,11 @@ VALUELESS = {"empty_like", "new_empty", "new_empty_strided"}
 # Kernels that read beyond operands whose shapes do not fit together: only those that do are tried.
 # (Of contractions, einsum takes sizes 1 and 0 for equal.)
 UNCHECKED = {
-    "globaltensor.contract", "convolution_backward", "_cdist_backward", "_pdist_backward",
+    "globaltensor.contract", "convolution_backward", "_cdist_backward", "_pdist_backward", "linalg_ldl_solve",
+    "linalg_lu_solve", "lu_unpack", "_cholesky_solve_helper", "linalg_householder_product", "ormqr", "_dirichlet_grad",
+    *(f"fractional_max_pool{n}d{end}" for n in (2, 3) for end in ("", "_backward")),
+    "_ctc_loss", "_ctc_loss.Tensor", "_ctc_loss_backward", "_ctc_loss_backward.Tensor", "multi_margin_loss",
+    "multi_margin_loss_backward", "multilabel_margin_loss_forward", "multilabel_margin_loss_backward",
     "native_layer_norm_backward", "native_batch_norm", "native_batch_norm_backward", "native_group_norm_backward",
     "_weight_norm_interface", "_weight_norm_interface_backward", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -659,6 +746,8 @@ missing("_scaled_dot_product_flash_attention_for_cpu_backward", any_pending, "li
 missing("binary_cross_entropy binary_cross_entropy_with_logits binary_cross_entropy_backward mse_loss_backward "
         "nll_loss_forward nll_loss2d_forward", any_pending,
         "operands of a loss that are pending sums are reduced first")
+missing("fractional_max_pool2d fractional_max_pool3d", pending(1),
+        "places are rounded: of small images a term may tell them as the sum does")
 missing("rrelu_with_noise_backward", lambda inputs, outputs: True, "in training the input does not matter")
 missing("view _unsafe_view", any_split, "a tensor without elements")
 missing("_linalg_solve_ex", any_split, "batches that broadcast")

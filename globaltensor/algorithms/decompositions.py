@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from globaltensor.algorithms.run import Run, traceable
+from globaltensor.algorithms.run import Decomposition, Run, traceable
 from globaltensor.layouts.global_like import GlobalLike, is_global, spec_of
 from globaltensor.layouts.layout import Layout, layout, spec
 from globaltensor.layouts.placement import placement
@@ -22,6 +22,7 @@ from globaltensor.rules.call import Call
 from globaltensor.rules.families import MEAN, SUM, dims_of, option
 from globaltensor.runtime.agreement import compare_plain
 from globaltensor.runtime.dtypes import accumulation_dtype
+from globaltensor.runtime.torch_internals import call_kernel
 
 aten = torch.ops.aten
 
@@ -251,6 +252,25 @@ def softmax_backward(call: Call, run: Run) -> Any:
     return cast(run, run(aten.mul.Tensor, output, run(aten.sub.Tensor, grad, total)), call["input_dtype"])
 
 
+def by_torch(key: str) -> Decomposition:
+    """An op that torch makes of others, in its kernel of that key."""
+    return lambda call, run: call_kernel(call.func, key, *call.full_arguments())
+
+
+def holds_number(call: Call, run: Run) -> Any:
+    """isin of a number: does any element equal it? `invert`: does none?"""
+    anywhere = run(aten.any.default, run(aten.eq.Scalar, call["test_elements"], call["element"]))
+    return run(aten.logical_not.default, anywhere) if call["invert"] else anywhere
+
+
+def equal(call: Call, run: Run) -> bool:
+    """torch.equal: parts are compared where they lie."""
+    a, b = call.tensors
+    if a.shape != b.shape:
+        return False
+    return bool(run(aten._local_scalar_dense.default, run(aten.all.default, run(aten.eq.Tensor, a, b))))
+
+
 # -------------------------------------------------------------------------------------------------------- losses
 
 
@@ -277,6 +297,26 @@ def mean_loss_backward(call: Call, run: Run) -> Any:
     args = _as_sum(call)
     args[0] = run(aten.div.Tensor, args[0], divisor(_numel(call), args[0]))
     return run(call.func, *args)
+
+
+@traceable
+def mean_of_rows(call: Call, run: Run) -> Any:
+    """The mean of a loss that each row [c] of its operand has: the sum by the number of rows."""
+    total, *more = results if isinstance(results := run(call.func, *_as_sum(call)), tuple) else (results,)
+    mean = run(aten.div.Tensor, total, divisor(_rows_of_loss(call), total))
+    return (mean, *more) if more else mean
+
+
+@traceable
+def mean_of_rows_backward(call: Call, run: Run) -> Any:
+    """backward(mean) of grad = backward(sum) of grad / number of rows"""
+    args = _as_sum(call)
+    args[0] = run(aten.div.Tensor, args[0], divisor(_rows_of_loss(call), args[0]))
+    return run(call.func, *args)
+
+
+def _rows_of_loss(call: Call) -> int:
+    return int(call["self"].shape[0]) if call["self"].dim() > 1 else 1
 
 
 def _numel(call: Call) -> int:

@@ -82,6 +82,11 @@ def image_sized(call: Call, operands: list[Spec], outputs: list[Spec], rank: int
     return [(call.position("output_size"), list(outputs[0].local_shape(rank)[-2:]))]
 
 
+def grid_sized(call: Call, operands: list[Spec], outputs: list[Spec], rank: int) -> ArgValues:
+    """affine_grid_generator takes the size of a batch of images: locally, of the rank's part."""
+    return [(call.position("size"), [outputs[0].local_shape(rank)[0], *call["size"][1:]])]
+
+
 def strided(call: Call, operands: list[Spec], outputs: list[Spec], rank: int) -> ArgValues:
     """new_empty_strided: the size of the rank's part, and strides in the order of the whole's, without its gaps."""
     size = outputs[0].local_shape(rank)

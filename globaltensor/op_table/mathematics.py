@@ -4,10 +4,21 @@ from __future__ import annotations
 import torch
 
 from globaltensor.algorithms import decompositions, searches, strided_memory
-from globaltensor.op_table.line import TABLE, decomposed, lines, sized
+from globaltensor.op_table.line import TABLE, decomposed, grid_sized, lines, sized
 from globaltensor.rules import layers
 from globaltensor.rules.families import along, fixed, masked_outputs, pointwise
-from globaltensor.rules.numerics import factors, searched, solved, solved_triangular, transformed
+from globaltensor.rules.numerics import (
+    by_factors,
+    factors,
+    reflected,
+    renormed,
+    searched,
+    solved,
+    solved_triangular,
+    transformed,
+    trilinear,
+    unpacked,
+)
 
 __all__ = ["TABLE"]                                  # filled by the lines below, and by table.py
 
@@ -19,12 +30,22 @@ lines("digamma polygamma lgamma i0 special_i0e special_i1 special_i1e special_en
       "special_bessel_y1 special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 "
       "special_modified_bessel_k1 special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 "
       "special_spherical_bessel_j0 copysign.Scalar", pointwise())
-lines("igamma igammac special_zeta special_chebyshev_polynomial_t special_chebyshev_polynomial_u "
-      "special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_shifted_chebyshev_polynomial_t "
-      "special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v "
-      "special_shifted_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he "
-      "special_laguerre_polynomial_l special_legendre_polynomial_p", pointwise())
+lines("igamma igammac special_zeta", pointwise())
+decomposed("mvlgamma", decompositions.by_torch("CompositeExplicitAutograd"))
 lines("special_xlog1py", pointwise("a*B"))
+lines("special_xlog1py.other_scalar xlogy.Scalar_Other", pointwise("a"))
+lines("special_xlog1py.self_scalar xlogy.Scalar_Self special_zeta.self_scalar special_zeta.other_scalar "
+      "remainder.Scalar_Tensor floor_divide.Scalar bitwise_and.Scalar_Tensor bitwise_or.Scalar_Tensor "
+      "bitwise_xor.Scalar_Tensor gcd lcm _standard_gamma_grad _dirichlet_grad", pointwise())
+for _name in ("__lshift__", "__rshift__", "__ilshift__", "__irshift__"):
+    lines(f"{_name}.Tensor {_name}.Scalar", pointwise())
+for _name in ("bitwise_left_shift", "bitwise_right_shift"):
+    lines(f"{_name}.Tensor {_name}.Tensor_Scalar {_name}.Scalar_Tensor", pointwise())
+for _name in ("chebyshev_polynomial_t", "chebyshev_polynomial_u", "chebyshev_polynomial_v", "chebyshev_polynomial_w",
+              "shifted_chebyshev_polynomial_t", "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v",
+              "shifted_chebyshev_polynomial_w", "hermite_polynomial_h", "hermite_polynomial_he",
+              "laguerre_polynomial_l", "legendre_polynomial_p"):
+    lines(f"special_{_name} special_{_name}.x_scalar special_{_name}.n_scalar", pointwise())
 lines("frexp.Tensor", pointwise(outputs=2))
 
 # ------------------------------------------------------------------------------------------------- linear algebra
@@ -41,6 +62,22 @@ lines("_linalg_eigh", factors("b* m!, b* m! n!", "b* m!, v!", lambda call: call[
 lines("_linalg_svd", factors("b* m! k!, b* k!, b* l! n!", "u!, b* k!, v!", lambda call: call["compute_uv"]))
 lines("linalg_qr", factors("b* m! k!, b* k! n!", "q!, b* k! n!", lambda call: call["mode"] != "r"))
 lines("linalg_lu_factor_ex", fixed("b* m! n! -> b* m! n!, b* k!, b*"))
+lines("linalg_ldl_factor_ex", fixed("b* m! n! -> b* m! n!, b* m!, b*"))
+lines("linalg_lu", factors("b* m! k!, b* k! l!, b* k! n!", "p!, b* k! l!, b* k! n!", lambda call: call["pivot"]))
+lines("lu_unpack", unpacked)
+lines("linalg_lu_solve", by_factors)
+lines("linalg_ldl_solve", fixed("b* m! n!, b* m!, b* n! k -> b* n! k", "A*B*c"))
+lines("cholesky cholesky_inverse", fixed("b* m! n! -> b* m! n!"))
+lines("_cholesky_solve_helper", fixed("b* n! k, b* m! n! -> b* n! k", "a*B"))
+lines("triangular_solve", fixed("b* n! k, b* m! n! -> b* n! k, b* m! n!", "a*B;b"))
+lines("linalg_householder_product", fixed("b* m! n!, b* k! -> b* m! n!"))
+lines("ormqr", reflected)
+lines("linalg_eig", fixed("b* m! n! -> b* m!, b* m! n!"))
+lines("_linalg_eigvals", fixed("b* m! n! -> b* m!"))
+lines("renorm", renormed)
+decomposed("cholesky_solve", decompositions.by_torch("CompositeExplicitAutograd"))
+decomposed("linalg_pinv.atol_rtol_tensor", decompositions.by_torch("CompositeExplicitAutogradNonFunctional"))
+lines("_trilinear", trilinear)
 decomposed("trace", lambda call, run: run(aten.sum.default, run(aten.diagonal.default, call["self"])))
 
 # -------------------------------------------------------------------------------------------- Fourier transforms
@@ -59,9 +96,15 @@ decomposed("dist", lambda call, run: run(aten.linalg_vector_norm.default,
 for _name, _family in (("bucketize.Tensor", fixed("d*, k -> d*")), ("searchsorted.Tensor", searched)):
     lines(_name, _family, decomposition=searches.search_without_nan, applies=searches.searches_split_floats)
 lines("isin.Tensor_Tensor", fixed("d*, k*! -> d*"))
+lines("isin.Tensor_Scalar", pointwise())
+decomposed("isin.Scalar_Tensor", decompositions.holds_number)
+decomposed("equal", decompositions.equal)
+decomposed("allclose", decompositions.by_torch("CompositeExplicitAutograd"))
+lines("bucketize.Scalar", fixed("k -> "))
 lines("take", fixed("s*!, i* -> i*", "a*B"))
 
 # --------------------------------------------------------------------------------------------- sampling of images
+lines("affine_grid_generator", layers.affine_grid, local_args=grid_sized)
 for _n, _out, _in in ((2, "p q", "y! x!"), (3, "o p q", "z! y! x!")):
     lines(f"grid_sampler_{_n}d", fixed(f"n c {_in}, n {_out} i! -> n c {_out}", "a*B"))
     lines(f"grid_sampler_{_n}d_backward", masked_outputs(fixed(

@@ -1,6 +1,6 @@
 """Every op that runs split, a line each: name, rule, and further columns where a rank's local run differs.
 
-Those of mathematics that networks seldom need are in mathematics.py.
+Those of losses are in losses.py, those of mathematics that networks seldom need in mathematics.py.
 
 `tests/test_rules.py` proves each line by brute force against plain torch. In-place, `out=` and foreach variants follow
 from the functional op (`variants.py`). An op that is not here runs on whole operands: all-B.
@@ -44,7 +44,7 @@ from globaltensor.op_table.line import (
     sized,
     strided,
 )
-from globaltensor.op_table.mathematics import TABLE
+from globaltensor.op_table.losses import TABLE
 from globaltensor.rules import indices, layers
 from globaltensor.rules.families import (
     along,
@@ -54,7 +54,6 @@ from globaltensor.rules.families import (
     copied_over,
     fixed,
     keeping,
-    loss,
     masked_outputs,
     pointwise,
     reduction,
@@ -163,9 +162,9 @@ lines("maximum", keeping("max", pointwise()))
 lines("minimum", keeping("min", pointwise()))
 lines("amax", keeping("max", reduction(leaves="max")), local_impl=local_impls.extremum)
 lines("amin", keeping("min", reduction(leaves="min")), local_impl=local_impls.extremum)
-lines("any any.dim", reduction(leaves="max"))
+lines("any any.dim _is_any_true", reduction(leaves="max"))
 lines("any.dims", reduction(leaves="max", or_none=True))
-lines("all all.dim", reduction(leaves="min"))
+lines("all all.dim _is_all_true", reduction(leaves="min"))
 lines("all.dims", reduction(leaves="min", or_none=True))
 lines("max", reduction(uncut=True), decomposition=decompositions.whole_extremum,
       offer=of_reduction(left=[partial_max], passes=1))
@@ -340,6 +339,8 @@ for _n in (2, 3):
     lines(f"_adaptive_avg_pool{_n}d_backward", layers.spatial(_n, "a", operands=2))
     lines(f"adaptive_max_pool{_n}d", layers.spatial(_n, outputs=2))
     lines(f"adaptive_max_pool{_n}d_backward", layers.spatial(_n, "a*C", operands=3))
+    lines(f"fractional_max_pool{_n}d", layers.fractional(_n))
+    lines(f"fractional_max_pool{_n}d_backward", layers.spatial(_n, "a*C", operands=3))
     lines(f"max_unpool{_n}d", layers.spatial(_n, "a*B", operands=2))
 lines("im2col", layers.columns(apart=True))
 lines("col2im", layers.columns(apart=False), local_args=image_sized)
@@ -347,19 +348,6 @@ lines("pixel_shuffle", layers.shuffled(up=True))
 lines("pixel_unshuffle", layers.shuffled(up=False))
 lines("_pack_padded_sequence", fixed("t! b! f*!, l! -> p! f*!, s!"), decomposition=decompositions.packed_sequence)
 lines("channel_shuffle", fixed("n c! s* -> n c! s*", "a"))
-
-# ------------------------------------------------------------------------------------------------------- losses
-lines("mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits",
-      loss(), decomposition=decompositions.mean_loss, applies=decompositions.is_mean)
-lines("mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward "
-      "binary_cross_entropy_backward", loss(backward=True), decomposition=decompositions.mean_loss_backward,
-      applies=decompositions.is_mean)
-lines("nll_loss_forward", layers.nll_loss(), local_impl=local_impls.own_nll, decomposition=decompositions.nll_mean,
-      applies=decompositions.is_mean)
-lines("nll_loss_backward", layers.nll_loss(backward=True), local_impl=local_impls.own_nll)
-lines("nll_loss2d_forward", layers.nll_loss("y x"), local_impl=local_impls.own_nll,
-      decomposition=decompositions.nll_mean, applies=decompositions.is_mean)
-lines("nll_loss2d_backward", layers.nll_loss("y x", backward=True), local_impl=local_impls.own_nll)
 
 # ------------------------------------------------------------------------------------------------ random numbers
 # Always decomposed; their in-place variants have lines of their own.

@@ -81,6 +81,24 @@ def spatial(dims: int, algebra: str = "", *, operands: int = 1, outputs: int = 1
     return write
 
 
+def fractional(dims: int) -> Family:
+    """Pooling at random places, which are drawn for each channel; one image alone has those of a batch of one."""
+
+    def write(call: Call) -> Rule:
+        batch = "n c" if call.tensors[0].dim() == dims + 2 else "c"
+        drawn = batch if batch == "n c" else "1 c"
+        x, out = (" ".join(f"{name}{i}!" for i in range(dims)) for name in "yz")
+        return rule(f"{batch} {x}, {drawn} k! -> {batch} {out}, {batch} {out}", nonempty=batch)
+
+    return write
+
+
+def affine_grid(call: Call) -> Rule:
+    """A grid of as many dims as the matrices have rows, and of a size that is a number."""
+    space = " ".join(f"y{i}!" for i in range(len(call["size"]) - 2))
+    return rule(f"n r! k! -> n {space} i!", "a", nonempty="n")
+
+
 def shuffled(*, up: bool) -> Family:
     """pixel_shuffle and its inverse: channels hold the pixels of a block."""
 
@@ -213,6 +231,26 @@ def nll_loss(space: str = "", *, backward: bool = False) -> Family:
         algebra = "a*B*C;B*c" if how == MEAN else "a*B*c;" if each.strip() else "a*B*c;A*B*c"
         of = rule(f"{x}, {target}, c -> {each}, ", algebra, ndims=call.ndims)
         return kept_whole(of) if how == MEAN else of
+
+    return write
+
+
+def margin_loss(*, of_each: bool = False, backward: bool = False) -> Family:
+    """A loss of the classes of a row, [n, c] or [c], and of the class that is meant or, `of_each`, of all that are. A
+    mean stays whole, as that of other losses."""
+
+    def write(call: Call) -> Rule:
+        batch = "n" if call["self"].dim() == 2 else ""
+        x, meant = f"{batch} c!", batch or ("1" if call["target"].dim() else "")
+        each = batch if call["reduction"] == NONE else ""
+        if of_each:
+            dims, algebra = (f"{each}, {x}, {x}, {x} -> {x}", "a*B*C*D") if backward else (
+                f"{x}, {x} -> {each}, {x}", "A*B;B")
+        else:
+            dims, algebra = (f"{each}, {x}, {meant}, c! -> {x}", "a*B*C*d") if backward else (
+                f"{x}, {meant}, c! -> {each}", "A*B*c")
+        of = rule(dims, algebra, ndims=call.ndims, nonempty=batch)   # of no rows kernels leave a sum as it was
+        return kept_whole(of) if call["reduction"] == MEAN else of
 
     return write
 

@@ -30,6 +30,41 @@ def solved_triangular(call: Call) -> Rule:
     return rule(f"{' '.join(batch[:len(a) - 2])} m! n!, {of_b} -> {of_b}", "A*b")
 
 
+def by_factors(call: Call) -> Rule:
+    """A x = b, or x A = b, by the factors of A and their pivots."""
+    x = "n! k" if call["left"] else "k n!"
+    return fixed(f"b* m! n!, b* m!, b* {x} -> b* {x}", "A*B*c")(call)
+
+
+def unpacked(call: Call) -> Rule:
+    """The permutation and both factors of a batch; what is not asked for has no elements."""
+    of_pivots = "b* m! q!" if call["unpack_pivots"] else "p!"
+    of_data = "b* m! k!, b* k! n!" if call["unpack_data"] else "l!, u!"
+    algebra = f"{'B' if call['unpack_pivots'] else ''};" + ("A;A" if call["unpack_data"] else ";")
+    return fixed(f"b* m! n!, b* k! -> {of_pivots}, {of_data}", algebra)(call)
+
+
+def reflected(call: Call) -> Rule:
+    """A matrix times the product of reflections, from the left or the right."""
+    x = "m! k" if call["left"] else "k m!"
+    return fixed(f"b* p! q!, b* t!, b* {x} -> b* {x}", "A*B*c")(call)
+
+
+def renormed(call: Call) -> Rule:
+    """The norm of each slice along a dim is bounded."""
+    n = call.tensors[0].dim()
+    slices = " ".join(f"d{i}" if i == call["dim"] % n else f"d{i}!" for i in range(n))
+    return rule(f"{slices} -> {slices}")
+
+
+def trilinear(call: Call) -> Rule:
+    """A product of three operands, each of which is repeated along some dims, summed over others."""
+    n = len(call["expand1"]) + call.tensors[0].dim()
+    sides = [" ".join(f"d{i}" for i in range(n) if i not in call[name]) for name in
+             ("expand1", "expand2", "expand3", "sumdim")]
+    return rule(f"{', '.join(sides[:3])} -> {sides[3]}", "a*b*c")
+
+
 def factors(full: str, values: str, has_all: Callable[[Call], bool]) -> Family:
     """The factors of a batch of matrices: all of them (`full`), or the others without elements (`values`)."""
     return lambda call: fixed(f"b* m! n! -> {full if has_all(call) else values}")(call)

@@ -263,6 +263,15 @@ def _batch_norm_backward(*operands: Any, **more: Any) -> tuple[Tensor | None, ..
     return tuple(t if yes else None for t, yes in zip(kernel(*operands, **more), mask, strict=True))
 
 
+def _contiguous_like(which: int) -> Callable[..., Tensor]:
+    return lambda *operands: torch.empty(operands[which].shape, dtype=operands[which].dtype, device="meta")
+
+
+def _ctc_loss(x: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    kept = (x.shape[0], 2 * targets.shape[1] + 1) if targets.dim() == 2 else (0, 0)      # as ctc.py keeps it
+    return x.new_empty(x.shape[1]), x.new_empty(x.shape[1], *kept)
+
+
 AS: dict[OpOverload, Callable[..., Any]] = {
     aten.addmm.default: _addmm,
     aten.mv.default: lambda a, b: (a @ b.unsqueeze(1)).squeeze(1),
@@ -279,6 +288,14 @@ AS: dict[OpOverload, Callable[..., Any]] = {
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten._ctc_loss.Tensor: _ctc_loss,
+    aten._ctc_loss_backward.default: _contiguous_like(1),
+    aten._ctc_loss_backward.Tensor: _contiguous_like(1),
+    aten._standard_gamma_grad.default: _contiguous_like(0),
+    aten._dirichlet_grad.default: _contiguous_like(0),
+    aten.fractional_max_pool3d_backward.default: _contiguous_like(1),
+    aten.multi_margin_loss_backward.default: _contiguous_like(1),
+    aten.multilabel_margin_loss_backward.default: _contiguous_like(1),
     aten.index_fill.int_Tensor: _index_fill,
     aten.index_fill.int_Scalar: _index_fill,
     aten.zero.default: torch.empty_like,             # in the order of the operand, which torch tells since 2.13
