@@ -54,6 +54,7 @@ from globaltensor.runtime.torch_internals import (
     shapes_of_symbols,
     tree_flatten,
     tree_leaves,
+    tree_map_only,
 )
 from globaltensor.runtime.world import local_ranks_of, world
 

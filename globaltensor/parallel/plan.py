@@ -304,11 +304,10 @@ def _register_hooks(module: nn.Module, pattern: str, row: PlanRow) -> None:
         for layer in fitting:
             layer.register_forward_hook(api_boundary(lambda layer, args, output: _laid_out_as(row, output)))
         for owner, key in [] if fitting else _parameters_of_row(module, pattern):
-            in_place: list[SwappedIn] = []             # of the calls at work
-            owner.register_forward_pre_hook(lambda owner, args, key=key, in_place=in_place: in_place.append(SwappedIn(
+            calls: list[SwappedIn] = []              # that are at work
+            owner.register_forward_pre_hook(lambda owner, args, key=key, calls=calls: calls.append(SwappedIn(
                 owner, key, owner._parameters[key], _laid_out_as(row, owner._parameters[key]))))
-            owner.register_forward_hook(lambda owner, args, output, in_place=in_place: in_place.pop().end(),
-                                        always_call=True)
+            owner.register_forward_hook(lambda owner, args, output, calls=calls: calls.pop().end(), always_call=True)
 
 
 def _deal_parts(output: Any) -> Any:
