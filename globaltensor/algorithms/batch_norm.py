@@ -84,9 +84,10 @@ def _moments(run: Run, x: GlobalLike, n: int, dtype: torch.dtype) -> tuple[Globa
 @traceable
 def whole_batch_forward(call: Call, run: Run) -> tuple[GlobalLike, ...]:
     """native_batch_norm in training; the running statistics are updated in place."""
+    channels = call["input"].size(1)                 # torch's error, where there is no such dim
     x, = _reduced_alike(call, run, ["input"])
     dtype = accumulation_dtype(x.dtype)
-    n = x.numel() // max(x.shape[1], 1)
+    n = x.numel() // max(channels, 1)
     mean, var = _moments(run, x, n, dtype)
     eps = call["eps"]
     _update(call, run, mean, run(aten.mul.Tensor, var, n / (n - 1) if n > 1 else math.nan))

@@ -263,6 +263,13 @@ def holds_number(call: Call, run: Run) -> Any:
     return run(aten.logical_not.default, anywhere) if call["invert"] else anywhere
 
 
+def trace(call: Call, run: Run) -> Any:
+    """The sum of the diagonal, which tensors of more dims have, too."""
+    if call["self"].dim() != 2:
+        raise RuntimeError(f"trace: expected a matrix, but got tensor with dim {call['self'].dim()}")
+    return run(aten.sum.default, run(aten.diagonal.default, call["self"]))
+
+
 def equal(call: Call, run: Run) -> bool:
     """torch.equal: parts are compared where they lie."""
     a, b = call.tensors

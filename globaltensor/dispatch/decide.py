@@ -81,7 +81,6 @@ def decide(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs:
     if elsewhere is not None:
         return elsewhere
     if line is not None and decomposition is not None and line.offer is None and line.applies(call):
-        _check_call(cls, call)                       # what it is made of takes more than the op does
         return decomposition
     decision = _decide_by_rule(cls, call, line, where, len(args), beside=True)
     return restride if func is _as_strided and isinstance(decision, Recipe) and decision.boxes_view else decision

@@ -78,7 +78,7 @@ lines("renorm", renormed)
 decomposed("cholesky_solve", decompositions.by_torch("CompositeExplicitAutograd"))
 decomposed("linalg_pinv.atol_rtol_tensor", decompositions.by_torch("CompositeExplicitAutogradNonFunctional"))
 lines("_trilinear", trilinear)
-decomposed("trace", lambda call, run: run(aten.sum.default, run(aten.diagonal.default, call["self"])))
+decomposed("trace", decompositions.trace)
 
 # -------------------------------------------------------------------------------------------- Fourier transforms
 lines("_fft_c2c _fft_r2c _fft_c2r", transformed)

@@ -630,11 +630,12 @@ class Global(Plain):
 
     def move(self, t: Any, place: int, sbp: list[str]) -> Any:
         if not t.is_global:                          # plain[global of no dims] is plain: torch reads it as a number
-            return gt.from_full(t, placement(place), sbp)
+            return gt.from_full(t.clone(memory_format=torch.contiguous_format), placement(place), sbp)
         return self.own(t, t.to_global(placement(place), sbp))
 
     def local(self, t: torch.Tensor, place: int, sbp: list[str]) -> Any:
-        return gt.from_local(t.clone(), placement(place), sbp)   # of `t` itself the first rank's part is the memory
+        # a copy: of `t` itself the first rank's part is the memory, and parts keep their order in it
+        return gt.from_local(t.clone(memory_format=torch.contiguous_format), placement(place), sbp)
 
     def whole(self, t: Any) -> torch.Tensor:
         return t.full_tensor().clone(memory_format=torch.contiguous_format)
