@@ -275,7 +275,7 @@ for batch in ((), (5,), (6,), (2, 3)):
     sample("linalg_lu_solve", *two, r(*batch, 4, 3), left=False, adjoint=True)
     for rest in ((), (False,), (True, False)):
         sample("lu_unpack", *two, *rest)
-    samples("_cholesky_solve_helper", (r(*batch, 3, 4), definite(*batch, 3, 3), False))
+    samples("cholesky_solve", (r(*batch, 3, 4), definite(*batch, 3, 3), False))
     sample("triangular_solve", r(*batch, 3, 4), definite(*batch, 3, 3))
     sample("linalg_householder_product", r(*batch, 3, 2), u(*batch, 2))
     sample("ormqr", r(*batch, 3, 2), u(*batch, 2), r(*batch, 3, 4))
@@ -700,7 +700,7 @@ VALUELESS = {"empty_like", "new_empty", "new_empty_strided"}
 # (Of contractions, einsum takes sizes 1 and 0 for equal.)
 UNCHECKED = {
     "globaltensor.contract", "convolution_backward", "_cdist_backward", "_pdist_backward", "linalg_ldl_solve",
-    "linalg_lu_solve", "lu_unpack", "_cholesky_solve_helper", "linalg_householder_product", "ormqr", "_dirichlet_grad",
+    "linalg_lu_solve", "lu_unpack", "linalg_householder_product", "ormqr", "_dirichlet_grad",
     *(f"fractional_max_pool{n}d{end}" for n in (2, 3) for end in ("", "_backward")),
     "_ctc_loss", "_ctc_loss.Tensor", "_ctc_loss_backward", "_ctc_loss_backward.Tensor", "multi_margin_loss",
     "multi_margin_loss_backward", "multilabel_margin_loss_forward", "multilabel_margin_loss_backward",

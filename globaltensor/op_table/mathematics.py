@@ -14,6 +14,7 @@ from globaltensor.rules.numerics import (
     renormed,
     searched,
     solved,
+    solved_by_factor,
     solved_triangular,
     transformed,
     trilinear,
@@ -68,14 +69,13 @@ lines("lu_unpack", unpacked)
 lines("linalg_lu_solve", by_factors)
 lines("linalg_ldl_solve", fixed("b* m! n!, b* m!, b* n! k -> b* n! k", "A*B*c"))
 lines("cholesky cholesky_inverse", fixed("b* m! n! -> b* m! n!"))
-lines("_cholesky_solve_helper", fixed("b* n! k, b* m! n! -> b* n! k", "a*B"))
+lines("cholesky_solve", solved_by_factor)
 lines("triangular_solve", fixed("b* n! k, b* m! n! -> b* n! k, b* m! n!", "a*B;b"))
 lines("linalg_householder_product", fixed("b* m! n!, b* k! -> b* m! n!"))
 lines("ormqr", reflected)
 lines("linalg_eig", fixed("b* m! n! -> b* m!, b* m! n!"))
 lines("_linalg_eigvals", fixed("b* m! n! -> b* m!"))
 lines("renorm", renormed)
-decomposed("cholesky_solve", decompositions.by_torch("CompositeExplicitAutograd"))
 decomposed("linalg_pinv.atol_rtol_tensor", decompositions.by_torch("CompositeExplicitAutogradNonFunctional"))
 lines("_trilinear", trilinear)
 decomposed("trace", decompositions.trace)

@@ -30,6 +30,14 @@ def solved_triangular(call: Call) -> Rule:
     return rule(f"{' '.join(batch[:len(a) - 2])} m! n!, {of_b} -> {of_b}", "A*b")
 
 
+def solved_by_factor(call: Call) -> Rule:
+    """A x = b, of a batch of both, by the Cholesky factor of A."""
+    b, a = call.shapes
+    if a[:-2] != b[:-2]:                             # they broadcast
+        return fixed("b*! p! q!, a*! m! n! -> c*! r! s!", "a*B")(call)
+    return fixed("b* n! k, b* m! n! -> b* n! k", "a*B")(call)
+
+
 def by_factors(call: Call) -> Rule:
     """A x = b, or x A = b, by the factors of A and their pivots."""
     x = "n! k" if call["left"] else "k n!"
