@@ -79,7 +79,7 @@ def raised_at(error: BaseException) -> str:
     if not own and called is not None:
         own = [(called, called.f_lineno)]
     if not (own or steps):
-        return "<unknown>"
+        return "<unknown>:0"
     frame, line = (own or steps)[-1]
     return f"{_name_to_show(frame.f_code.co_filename)}:{line}"
 

@@ -92,7 +92,9 @@ def test_line(func):
 
 # Of these torch has shape functions in Python only, by which strides follow from code.
 SYMPY = {"grid_sampler_2d", "grid_sampler_3d", "grid_sampler_3d_backward", "linalg_matrix_exp",
-         "linalg_solve_triangular", "_fft_c2c", "_fft_c2r", "_fft_r2c", "searchsorted.Tensor", "take"}
+         "linalg_solve_triangular", "_fft_c2c", "_fft_c2r", "_fft_r2c", "searchsorted.Tensor", "take", "cholesky",
+         "cholesky_inverse", "cholesky_solve", "linalg_householder_product", "ormqr", "linalg_eig", "_linalg_eigvals",
+         "affine_grid_generator", "multi_margin_loss", "multilabel_margin_loss_forward"}
 WITHOUT_SYMPY = f"""
 import sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})

@@ -54,7 +54,8 @@ OF_TORCH = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+# of a library that asks for an address, by functions of torch's that stand between
+@pytest.mark.parametrize("name", [name for name in MISTAKES if name != "saved by a library"])
 def test_no_frame_of_ours_is_seen(name):
     error = raised(MISTAKES[name][0])
     assert isinstance(error, GlobalTensorError)

@@ -35,7 +35,7 @@ from globaltensor.layouts.regions import Region
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
 from globaltensor.runtime.meta import as_on, meta
-from globaltensor.runtime.torch_internals import OpOverload
+from globaltensor.runtime.torch_internals import OpOverload, without_modes
 
 
 class Slide(NamedTuple):
@@ -216,9 +216,10 @@ def _remembered_arguments(call: Call) -> tuple[Any, ...]:
 @remembered
 def _meta_results(device: str, func: OpOverload, values: tuple[Any, ...]) -> list[tuple[Shape, Shape, torch.dtype]]:
     tensors = [v for v in values if isinstance(v, _TensorArgument)]
-    left = [torch.empty_strided(own.shape, own.stride, dtype=own.dtype, device="meta") for own in tensors]
-    results = meta(func, [left.pop(0) if isinstance(v, _TensorArgument) else v for v in values], {})
-    every = as_on(device, func, tensors, results)
+    with without_modes():                            # that of a trace would make fake tensors of these
+        left = [torch.empty_strided(own.shape, own.stride, dtype=own.dtype, device="meta") for own in tensors]
+        results = meta(func, [left.pop(0) if isinstance(v, _TensorArgument) else v for v in values], {})
+        every = as_on(device, func, tensors, results)
     return [(tuple(t.shape), t.stride(), t.dtype) for t in (every if isinstance(every, tuple) else [every])
             if t is not None]
 

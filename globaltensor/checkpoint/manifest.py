@@ -35,9 +35,6 @@ _BYTES = re.compile(r"([0-9a-f]{2})*")
 class CheckpointError(GlobalTensorError):
     """A checkpoint that cannot be written, is incomplete or damaged, or does not fit the state it is loaded into."""
 
-    def __reduce__(self) -> tuple[object, ...]:      # torch's checkpoints pickle errors, to send them to other ranks
-        return type(self), (self.what, self.why, self.fix, self.where)
-
 
 class SavedPiece(NamedTuple):
     """A region of a tensor: in which file, under which key, and the hash of its bytes."""
