@@ -8,13 +8,13 @@ from globaltensor.op_table.line import TABLE, decomposed, grid_sized, lines, siz
 from globaltensor.rules import layers
 from globaltensor.rules.families import along, fixed, masked_outputs, pointwise
 from globaltensor.rules.numerics import (
+    by_cholesky,
     by_factors,
     factors,
     reflected,
     renormed,
     searched,
     solved,
-    solved_by_factor,
     solved_triangular,
     transformed,
     trilinear,
@@ -69,7 +69,7 @@ lines("lu_unpack", unpacked)
 lines("linalg_lu_solve", by_factors)
 lines("linalg_ldl_solve", fixed("b* m! n!, b* m!, b* n! k -> b* n! k", "A*B*c"))
 lines("cholesky cholesky_inverse", fixed("b* m! n! -> b* m! n!"))
-lines("cholesky_solve", solved_by_factor)
+lines("cholesky_solve", by_cholesky)
 lines("triangular_solve", fixed("b* n! k, b* m! n! -> b* n! k, b* m! n!", "a*B;b"))
 lines("linalg_householder_product", fixed("b* m! n!, b* k! -> b* m! n!"))
 lines("ormqr", reflected)

@@ -30,7 +30,7 @@ def solved_triangular(call: Call) -> Rule:
     return rule(f"{' '.join(batch[:len(a) - 2])} m! n!, {of_b} -> {of_b}", "A*b")
 
 
-def solved_by_factor(call: Call) -> Rule:
+def by_cholesky(call: Call) -> Rule:
     """A x = b, of a batch of both, by the Cholesky factor of A."""
     b, a = call.shapes
     if a[:-2] != b[:-2]:                             # they broadcast

@@ -46,9 +46,7 @@ _ENDED = f"{_LOST}: ended"                           # there once a rank has
 _READING = 2.0                                       # seconds within which every rank looks for such a note
 _AFTER = 4                                           # while ranks start, each looks after so many
 _LOOKS = 2.0                                         # seconds: looks that are further apart do not count
-
-
-_STOPPED_FOR = " was stopped for "
+_STOPPED_FOR = " was stopped for "                   # by which such a loss is known
 _AHEAD = 900                                         # beats that are signed in advance
 
 _next_beats: Iterator[bytes] = iter(())
