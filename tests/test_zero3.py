@@ -81,6 +81,16 @@ def same(model, plain):
         torch.testing.assert_close(p.full_tensor(), q[1], rtol=1e-9, atol=1e-12, msg=lambda m: f"{name}: {m}")
 
 
+def train(nets, steps, how):
+    """Steps of both nets, which stay the same."""
+    for _ in range(steps):
+        for net, x, optimizer in nets:
+            how(net, x)
+            optimizer.step()
+            optimizer.zero_grad()
+        same(nets[1][0], nets[0][0])
+
+
 def once(net, x):
     net(x).pow(2).mean().backward()
 
@@ -187,12 +197,7 @@ def with_a_copy(net, x):
                                  with_a_copy])
 def test_training(name, how):
     nets = made(name)
-    for _ in range(3):
-        for net, x, optimizer in nets:
-            how(net, x)
-            optimizer.step()
-            optimizer.zero_grad()
-        same(nets[1][0], nets[0][0])
+    train(nets, 3, how)
     for block in nets[1][0].blocks:                  # nothing is left standing before a parameter
         assert block.up.weight is block.up._parameters["weight"]
 
@@ -312,12 +317,29 @@ WRITES = {"clamp_": lambda w: w.clamp_(-0.1, 0.1), "data": lambda w: w.data.clam
 class Writer(Block):
     """Its forward writes to its own weight, as constraints and initializations that depend on data do."""
 
-    write = staticmethod(WRITES["clamp_"])
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
 
     def forward(self, x):
         with torch.no_grad():
             self.write(self.up.weight)
         return super().forward(x)
+
+
+class TiedWriter(nn.Module):
+    """It has one weight twice, and writes to it by either name, between uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        x = self.first(x)
+        self.second.weight.data.clamp_(-0.2, 0.2)
+        self.first.weight.data.mul_(0.5)
+        return self.second(x)
 
 
 @pytest.mark.parametrize("name", ["dp", "dp x tp"])
@@ -326,15 +348,24 @@ def test_what_a_layer_writes_to_its_parameters(write, name):
     class Writing(Net):
         def __init__(self):
             super().__init__()
-            self.blocks = nn.ModuleList(type("", (Writer,), {"write": staticmethod(WRITES[write])})() for _ in range(2))
+            self.blocks = nn.ModuleList(Writer(WRITES[write]) for _ in range(2))
 
-    nets = made(name, Writing)
-    for _ in range(2):
-        for net, x, optimizer in nets:
-            once(net, x)
-            optimizer.step()
-            optimizer.zero_grad()
-        same(nets[1][0], nets[0][0])
+    train(made(name, Writing), 2, once)
+
+
+@pytest.mark.parametrize("name", ["dp", "dp of 4"])
+def test_a_parameter_that_a_layer_has_twice_is_gathered_once(name):
+    class Tied(Net):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(TiedWriter() for _ in range(2))
+
+    nets = made(name, Tied)
+    train(nets, 2, once)
+    with gt.record() as moves, torch.no_grad():
+        nets[1][0](nets[1][1])
+    tensors = 2 * 3                                  # of each block a weight and two biases
+    assert sum(move.tensors for move in moves if move.op == "zero") == tensors
 
 
 @pytest.mark.parametrize("write", ["step", "mul_", "data", "bias", "none"])

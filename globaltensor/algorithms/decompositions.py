@@ -294,31 +294,37 @@ def _as_sum(call: Call) -> list[Any]:
 @traceable
 def mean_loss(call: Call, run: Run) -> Any:
     """loss(mean) = loss(sum) / global numel"""
-    total = run(call.func, *_as_sum(call))
-    return run(aten.div.Tensor, total, divisor(_numel(call), total))
+    return _sum_over(_numel(call), call, run)
 
 
 @traceable
 def mean_loss_backward(call: Call, run: Run) -> Any:
     """backward(mean) of grad = backward(sum) of grad / global numel"""
-    args = _as_sum(call)
-    args[0] = run(aten.div.Tensor, args[0], divisor(_numel(call), args[0]))
-    return run(call.func, *args)
+    return _backward_of_sum_over(_numel(call), call, run)
 
 
 @traceable
 def mean_of_rows(call: Call, run: Run) -> Any:
     """The mean of a loss that each row [c] of its operand has: the sum by the number of rows."""
-    total, *more = results if isinstance(results := run(call.func, *_as_sum(call)), tuple) else (results,)
-    mean = run(aten.div.Tensor, total, divisor(_rows_of_loss(call), total))
-    return (mean, *more) if more else mean
+    return _sum_over(_rows_of_loss(call), call, run)
 
 
 @traceable
 def mean_of_rows_backward(call: Call, run: Run) -> Any:
     """backward(mean) of grad = backward(sum) of grad / number of rows"""
+    return _backward_of_sum_over(_rows_of_loss(call), call, run)
+
+
+def _sum_over(count: int, call: Call, run: Run) -> Any:
+    """The loss with a sum for its mean, by a count; what else the op returns stays."""
+    total, *more = results if isinstance(results := run(call.func, *_as_sum(call)), tuple) else (results,)
+    mean = run(aten.div.Tensor, total, divisor(count, total))
+    return (mean, *more) if more else mean
+
+
+def _backward_of_sum_over(count: int, call: Call, run: Run) -> Any:
     args = _as_sum(call)
-    args[0] = run(aten.div.Tensor, args[0], divisor(_rows_of_loss(call), args[0]))
+    args[0] = run(aten.div.Tensor, args[0], divisor(count, args[0]))
     return run(call.func, *args)
 
 

@@ -112,7 +112,7 @@ class _Door:
             axis, inner = self.mesh.names[-1], [m for m in module.modules() if m in _doors and m is not module]
             _inside.update(inner)
             self.layers = ShardedLayers(module, axis, inner)
-            self.others = ShardedLayer(module, axis, {id(p) for one in self.layers.layers for _, _, p in one.slots})
+            self.others = ShardedLayer(module, axis, {id(p) for one in self.layers.layers for p, _ in one.parameters})
         unshard(self.others)
         self.others.swap_in_unsharded(0, partial(unshard, self.others))
         _running.append(module)

@@ -306,7 +306,7 @@ def _register_hooks(module: nn.Module, pattern: str, row: PlanRow) -> None:
         for owner, key in [] if fitting else _parameters_of_row(module, pattern):
             calls: list[SwappedIn] = []              # that are at work
             owner.register_forward_pre_hook(lambda owner, args, key=key, calls=calls: calls.append(SwappedIn(
-                owner, key, owner._parameters[key], _laid_out_as(row, owner._parameters[key]))))
+                [(owner, key)], owner._parameters[key], _laid_out_as(row, owner._parameters[key]))))
             owner.register_forward_hook(lambda owner, args, output, calls=calls: calls.pop().end(), always_call=True)
 
 

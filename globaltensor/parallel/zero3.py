@@ -54,7 +54,7 @@ from globaltensor.runtime.torch_internals import (
 )
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
-from globaltensor.tensors.parameter_swap import SwappedIn, convert
+from globaltensor.tensors.parameter_swap import Slot, SwappedIn, convert
 from globaltensor.tensors.redistribution import to_layout
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -71,7 +71,7 @@ class ShardedLayers:
                  without: Collection[int] = ()) -> None:
         layers = [ShardedLayer(m, axis, without) for m in modules or dict.fromkeys(m for _, m in layers_of(model))]
         inner = {id(m) for layer in layers for m in layer.module.modules() if m is not layer.module}
-        self.layers = [layer for layer in layers if layer.slots and id(layer.module) not in inner]
+        self.layers = [layer for layer in layers if layer.parameters and id(layer.module) not in inner]
         self.forward_pass = 0                        # its number
         self.ran: list[ShardedLayer] = []            # in it, in their order
         self.in_backward: set[tuple[ShardedLayer, int]] = set()     # layers of forward passes, until its end
@@ -89,7 +89,7 @@ class ShardedLayers:
         """Keep on the host those that the optimizer steps themselves: of 16 bits it steps others, in their place."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for layer in self.layers:
-            for _, _, p in layer.slots:
+            for p, _ in layer.parameters:
                 if id(p) in stepped and p.placement.type != "cpu":
                     convert(p, partial(on_host, folder=folder, files=layer.files))
         optimizer.register_step_post_hook(lambda *_: self._drop_pages())
@@ -196,15 +196,18 @@ class ShardedLayer:
 
     def __init__(self, module: nn.Module, axis: str, without: Collection[int] = ()) -> None:
         self.module = module
-        self.slots: list[tuple[nn.Module, str, GlobalTensor]] = []
+        self.parameters: list[tuple[GlobalTensor, list[Slot]]] = []      # each once, and where it stands
         self.layouts: list[Layout] = []              # of the parameters, unsharded
         for owner in module.modules():
             parameters: Mapping[str, Tensor | None] = owner._parameters
             for key, p in parameters.items():
                 if id(p) in without:
                     continue
-                if isinstance(p, GlobalTensor) and (unsharded := _unsharded_layout(p, axis)) is not None:
-                    self.slots.append((owner, key, p))
+                places = next((slots for q, slots in self.parameters if q is p), None)
+                if places is not None:               # the module has it several times
+                    places.append((owner, key))
+                elif isinstance(p, GlobalTensor) and (unsharded := _unsharded_layout(p, axis)) is not None:
+                    self.parameters.append((p, [(owner, key)]))
                     self.layouts.append(unsharded)
         self.unsharded: list[dict[int, Tensor]] | None = None            # rank -> shard, per parameter
         self.writes: list[Any] = []                  # to the parameters, when that was gathered
@@ -224,20 +227,20 @@ class ShardedLayer:
     def stands_in(self, module: nn.Module) -> bool:
         """Would this module work with any of these parameters? Not where others have taken their places, for a call
         (torch.func.functional_call) or for good, and not if it is a copy of the layer."""
-        return module is self.module and any(_is_at(*slot) for slot in self.slots)
+        return module is self.module and any(_is_at(slot, p) for p, slots in self.parameters for slot in slots)
 
     def writes_now(self) -> list[Any]:
         """What stays equal until someone writes to its parameters."""
-        return [writes_of(p) for _, _, p in self.slots]
+        return [writes_of(p) for p, _ in self.parameters]
 
     def gathering(self) -> list[Move]:
         """The moves that gather it."""
-        return [_gathering(p, dst) for (_, _, p), dst in zip(self.slots, self.layouts)]
+        return [_gathering(p, dst) for (p, _), dst in zip(self.parameters, self.layouts)]
 
     def link(self) -> tuple[float, float] | None:
         """Latency and transfer of its gathering, in seconds, where that goes on while a core computes; else None."""
         links = [link_seconds(p.spec, dst, world().machine) if p.placement == dst.placement else None
-                 for (_, _, p), dst in zip(self.slots, self.layouts)]
+                 for (p, _), dst in zip(self.parameters, self.layouts)]
         known = [link for link in links if link is not None]
         if len(known) < len(links):
             return None
@@ -263,12 +266,12 @@ class ShardedLayer:
         assert self.unsharded is not None            # `unshard` came before
         self.in_use = SavedStorages(self.unsharded, gather)
         self.saved[forward_pass] = self.in_use
-        for (owner, key, p), unsharded, shards in zip(self.slots, self.layouts, self.in_use):
-            if _is_at(owner, key, p):
+        for (p, slots), unsharded, shards in zip(self.parameters, self.layouts, self.in_use):
+            if places := [slot for slot in slots if _is_at(slot, p)]:
                 with torch.enable_grad():            # it learns as a parameter does, of which no_grad makes no other
                     gathered = UnshardedParameter.apply(p, unsharded, shards)
                 self.in_use.empty_later(gathered, shards, p)
-                self.swapped.append(SwappedIn(owner, key, p, gathered))
+                self.swapped.append(SwappedIn(places, p, gathered))
 
     def swap_out_unsharded(self) -> SavedStorages | None:
         for parameter in self.swapped:
@@ -291,8 +294,9 @@ class ShardedLayer:
         self.reshard()
 
 
-def _is_at(owner: nn.Module, key: str, p: Any) -> bool:
+def _is_at(slot: Slot, p: Any) -> bool:
     """Is this the module's parameter still?"""
+    owner, key = slot
     return owner._parameters.get(key) is p
 
 
@@ -310,7 +314,7 @@ class BegunLayers:
         moved, _ = finish_boxings([self.boxing], [], "zero")
         shards = iter(moved)
         for layer, writes in self.begun_with:
-            layer.begun, unsharded = None, [next(shards) for _ in layer.slots]
+            layer.begun, unsharded = None, [next(shards) for _ in layer.parameters]
             if writes == layer.writes_now():
                 layer.set_unsharded(unsharded)
 
@@ -324,7 +328,7 @@ def unshard(now: ShardedLayer, ahead: Sequence[ShardedLayer] = ()) -> None:
         sharded = [layer for layer in (now, *ahead) if layer.is_sharded() and layer not in later]
         unsharded = iter(move_shards([move for layer in sharded for move in layer.gathering()], "zero"))
         for layer in sharded:
-            layer.set_unsharded([next(unsharded) for _ in layer.slots])
+            layer.set_unsharded([next(unsharded) for _ in layer.parameters])
             layer.drop_pages()
         if begun := [layer for layer in later if layer.is_sharded() and layer.begun is None]:
             BegunLayers(begun)

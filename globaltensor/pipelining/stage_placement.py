@@ -29,10 +29,8 @@ from globaltensor.tensors import backward, gradients
 from globaltensor.tensors.convert import from_full_of_model
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.materialize import named_tensors
-from globaltensor.tensors.parameter_swap import check_convertible, convert, swapped_in, weights_made_again
+from globaltensor.tensors.parameter_swap import Slot, check_convertible, convert, swapped_in, weights_made_again
 from globaltensor.tensors.redistribution import to_layout
-
-Slot = tuple[nn.Module, str]                         # a module, and the name of a parameter or buffer in it
 
 
 def rank_groups(placements: Sequence[placement]) -> list[frozenset[int]]:

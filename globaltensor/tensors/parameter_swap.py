@@ -13,7 +13,7 @@ and the data.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,8 @@ from globaltensor.tensors import gradients
 from globaltensor.tensors.copying import user_attributes
 from globaltensor.tensors.global_tensor import GlobalTensor
 
+Slot = tuple[nn.Module, str]                         # a module, and the name of a parameter or buffer in it
+
 
 def swap_in(owner: nn.Module, key: str, tensor: Tensor) -> None:
     """Let a module find `tensor` where it looks for its parameter or buffer `key`, until `swap_out`."""
@@ -40,16 +42,18 @@ def swap_out(owner: nn.Module, key: str) -> None:
 
 
 class SwappedIn:
-    """Another tensor in the place of a module's parameter while the module runs: until `end`, which gives the parameter
-    what the module wrote to it."""
+    """Another tensor in all places of a module's parameter while the module runs: until `end`, which gives the
+    parameter what the module wrote to it."""
 
-    def __init__(self, owner: nn.Module, key: str, parameter: Any, tensor: Any) -> None:
-        self._slot, self._parameter, self._tensor = (owner, key), parameter, tensor
+    def __init__(self, slots: Sequence[Slot], parameter: Any, tensor: Any) -> None:
+        self._slots, self._parameter, self._tensor = slots, parameter, tensor
         self._writes = writes_of(tensor) if isinstance(tensor, GlobalTensor) else None
-        swap_in(owner, key, tensor)
+        for owner, key in slots:
+            swap_in(owner, key, tensor)
 
     def end(self) -> None:
-        swap_out(*self._slot)
+        for owner, key in self._slots:
+            swap_out(owner, key)
         if self._writes is not None and self._tensor is not self._parameter and writes_of(self._tensor) != self._writes:
             with torch.no_grad():
                 self._parameter.copy_(self._tensor)
