@@ -54,9 +54,12 @@ class SwappedIn:
     def end(self) -> None:
         for owner, key in self._slots:
             swap_out(owner, key)
-        if self._writes is not None and self._tensor is not self._parameter and writes_of(self._tensor) != self._writes:
+        if self._writes is None or self._tensor is self._parameter:
+            return
+        if (writes := writes_of(self._tensor)) != self._writes:
+            counted = writes[0] != self._writes[0]   # by autograd, which does not count those by `.data`
             with torch.no_grad():
-                self._parameter.copy_(self._tensor)
+                (self._parameter if counted else self._parameter.data).copy_(self._tensor)
 
 
 @contextmanager
