@@ -42,16 +42,19 @@ def w2(*shape):
     return Draw(lambda g: torch.rand(shape, generator=g, dtype=torch.float64) * 3 + 2)
 
 
+def some(*shape, of):
+    """Numbers drawn from these."""
+    return Draw(lambda g: torch.tensor(of, dtype=torch.float64)[torch.randint(len(of), shape, generator=g)])
+
+
 def odd(*shape):
     """Some of nan, inf, -inf, 1 and 2."""
-    values = torch.tensor([torch.nan, torch.inf, -torch.inf, 1, 2], dtype=torch.float64)
-    return Draw(lambda g: values[torch.randint(5, shape, generator=g)])
+    return some(*shape, of=(torch.nan, torch.inf, -torch.inf, 1, 2))
 
 
 def holes(*shape):
     """Some nan among 1 and 2."""
-    values = torch.tensor([torch.nan, 1, 2], dtype=torch.float64)
-    return Draw(lambda g: values[torch.randint(3, shape, generator=g)])
+    return some(*shape, of=(torch.nan, 1, 2))
 
 
 def nothing(*shape):
@@ -143,7 +146,7 @@ for n in ((6, 4), (5, 3)):
     sample("where.ScalarOther", b(*n), r(*n), 2.0)
     sample("where.Scalar", b(*n), 2.0, 3.0)
 samples("add.Tensor sub.Tensor mul.Tensor div.Tensor rsub.Tensor pow.Tensor_Tensor atan2 maximum minimum fmax fmin "
-        "lt.Tensor le.Tensor gt.Tensor ge.Tensor remainder.Tensor floor_divide hypot xlogy.Tensor "
+        "lt.Tensor le.Tensor gt.Tensor ge.Tensor remainder.Tensor floor_divide hypot "
         "logaddexp logaddexp2 ldexp.Tensor polar complex", *TWO[:2], TWO[3])
 samples("eq.Tensor ne.Tensor logical_and logical_or logical_xor nextafter heaviside", *TWO_ZEROS)
 samples("copysign.Tensor", (w(6, 4), w(6, 4)), (w(5, 3), w(4, 1, 3)))
@@ -239,13 +242,16 @@ POLYNOMIALS = " ".join(f"special_{name}" for name in (
     "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p"))
 samples(f"{SPECIAL} frexp.Tensor", *ONE)
 samples("copysign.Scalar", (w(6, 4),), (w(5, 3),), rest=(-1.5,))
-samples("igamma igammac special_xlog1py", *TWO[:3])
+samples("igamma igammac", *TWO[:3])
 samples("special_zeta", (w2(6, 4), u(6, 4)), (w2(5, 3), u(3)))
 samples(POLYNOMIALS, (u(6, 4), i(4, 6, 4)), (u(5, 3), i(4, 3)))
 for end, one in (("x_scalar", (0.3, i(4, 5, 3))), ("n_scalar", (u(5, 3), 3))):
     samples(" ".join(f"{name}.{end}" for name in POLYNOMIALS.split()), one)
 samples("special_zeta.other_scalar", (w2(5, 3),), rest=(0.5,))
-samples("xlogy.Scalar_Other special_xlog1py.other_scalar", *ONE[:2], rest=(0.5,))
+for _name, _of in (("xlogy", (0, 0.5, 2)), ("special_xlog1py", (-1, -0.5, 1))):     # some logarithms are -inf
+    samples("xlogy.Tensor" if _name == "xlogy" else _name, (z(6, 4), some(6, 4, of=_of)), (z(5, 3), some(3, of=_of)),
+            (z(5, 1, 3), some(1, 4, 3, of=_of)))
+    samples("xlogy.Scalar_Other" if _name == "xlogy" else f"{_name}.other_scalar", *ZEROS, rest=(float(_of[0]),))
 samples("xlogy.Scalar_Self special_xlog1py.self_scalar special_zeta.self_scalar", (2.5, u(6, 4)), (2.5, u(5, 3)))
 samples("_standard_gamma_grad", *TWO[:1], (u(5, 3), u(5, 3)))
 samples("_dirichlet_grad", (u(6, 4), u(6, 4), w2(6, 4)), (u(5, 3), u(5, 3), w2(5, 3)))

@@ -195,7 +195,9 @@ def test_cores_are_shared_out_unless_the_user_did(environ, ranks):
 
 
 def test_arguments_that_are_not_utf_8_are_shown_as_well():
-    with subprocess.Popen(["sh", "-c", "read line", "a\udcff"], stdin=subprocess.PIPE) as process:
+    run_by_shell = ["sh", "-c", "echo; read line", "a\udcff"]
+    with subprocess.Popen(run_by_shell, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()               # the arguments are there once the program runs
         assert ps.program(process.pid).endswith("read line a\N{REPLACEMENT CHARACTER}")
         process.kill()
 

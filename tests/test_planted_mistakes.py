@@ -29,7 +29,7 @@ MISTAKES = {                                         # name -> file, text, text 
     "a mean of parts": (TABLE, 'reduction("a", uncut=True), decomposition=decompositions.mean',
                         'reduction("a"), decomposition=decompositions.mean', f"{LINE}[mean.dim]"),
     "a fixed factor is called linear": (TABLE, 'polar", pointwise("a*B")', 'polar", pointwise("a*b")',
-                                        f"{LINE}[xlogy.Tensor]"),
+                                        f"{LINE}[polar]"),
     "a whole dim is cut": (TABLE, 'fixed("d* -> d* r!", "a")', 'fixed("d* -> d* r", "a")', f"{LINE}[view_as_real]"),
     "groups are counted globally": (TABLE, 'layers.convolved, local_args=scaled("groups"),', 'layers.convolved,',
                                     f"{LINE}[convolution]"),

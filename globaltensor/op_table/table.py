@@ -117,7 +117,7 @@ lines("div.Tensor_mode div.Scalar_mode pow.Tensor_Tensor atan2 fmax fmin eq.Tens
       "le.Tensor gt.Tensor ge.Tensor logical_and logical_or logical_xor bitwise_and.Tensor bitwise_or.Tensor "
       "bitwise_xor.Tensor remainder.Tensor fmod.Tensor floor_divide clamp.Tensor clamp_min.Tensor clamp_max.Tensor "
       "hypot copysign.Tensor logaddexp logaddexp2 nextafter heaviside _prelu_kernel", pointwise())
-lines("xlogy.Tensor ldexp.Tensor polar", pointwise("a*B"))
+lines("ldexp.Tensor polar", pointwise("a*B"))
 lines("complex", pointwise("a+b"))
 lines("where.self", pointwise("A*b+A*c"))
 lines("masked_fill.Scalar", zeroing("value", "a*B", "A*B"))
