@@ -91,10 +91,11 @@ def test_hosts():
         assert min(row[name] for name in arms[row["hosts x ranks"]]) > 0
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("args, title", [
     ((), "boxing: 2 ranks, m"),
-    pytest.param(("--ranks", 4, "--fresh"), "boxing: 4 ranks, fresh", marks=pytest.mark.long)])
+    (("--ranks", 4, "--fresh"), "boxing: 4 ranks, fresh")])
 def test_boxing(args, title):
     said = found("boxing", *args)
     assert said["title"].startswith(title) and said["MPI"]
@@ -301,7 +302,9 @@ def main(json=False):
 @pytest.mark.usefixtures("real_processes")           # the benchmark is a child that gets signals
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows asks no process to end")
 @pytest.mark.processes
-@pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", 129), ("SIGKILL", -9)])
+@pytest.mark.parametrize("name, code", [
+    ("SIGINT", 130), ("SIGKILL", -9), pytest.param("SIGTERM", 143, marks=pytest.mark.long),
+    pytest.param("SIGHUP", 129, marks=pytest.mark.long)])
 def test_a_benchmark_that_is_asked_to_end_clears_up(name, code, tmp_path):
     if name == "SIGKILL" and sys.platform != "linux":
         pytest.skip("only Linux tells a process of its parent's death")

@@ -315,7 +315,7 @@ print("as before")
 """
 
 
-@pytest.mark.parametrize("native", ["0", "1"])
+@pytest.mark.parametrize("native", [pytest.param("0", marks=pytest.mark.long), "1"])
 def test_an_error_leaves_the_thread_as_it_was(native, monkeypatch):
     monkeypatch.setenv("GLOBALTENSOR_NATIVE", native)
     assert good([PYTHON, "-c", ERRORS]).strip() == "as before"
@@ -409,6 +409,7 @@ def test_every_function_of_autograd_is_differentiated_again():
     assert names | NOT_AGAIN.keys() == {cls.__name__ for cls in functions_of_autograd()}
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_every_function_of_autograd_without_native_code():
     test = f"{__file__}::{test_every_function_of_autograd_is_differentiated_again.__name__}"

@@ -62,7 +62,8 @@ def test_stages_of_several_devices_send_to_each_other_by_their_engine() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("program", "ranks"), [
-    ("overlap.py", 2), ("write_behind.py all", 2), pytest.param("write_behind.py ends", 2, marks=pytest.mark.long),
+    ("overlap.py", 2), pytest.param("write_behind.py all", 2, marks=pytest.mark.long),
+    pytest.param("write_behind.py ends", 2, marks=pytest.mark.long),
     pytest.param("write_behind.py grid", 4, marks=pytest.mark.long)])
 def test_an_engine_moves_while_devices_compute(program: str, ranks: int, tmp_path: Path) -> None:
     """What the CPUs of several hosts do: gradients during backward, gathers ahead and behind."""

@@ -65,8 +65,10 @@ print(x.sum().item())
     assert (code, out) == (0, "48.0\n" * 2), err
 
 
-@pytest.mark.parametrize("way", ["raise ValueError('mine')", "sys.exit(3)"])
-@pytest.mark.parametrize("start", ["spawn", "fork"])
+@pytest.mark.parametrize("start, way", [
+    ("fork", "raise ValueError('mine')"), ("spawn", "sys.exit(3)"),
+    pytest.param("spawn", "raise ValueError('mine')", marks=pytest.mark.long),
+    pytest.param("fork", "sys.exit(3)", marks=pytest.mark.long)])
 def test_a_rank_that_multiprocessing_starts_tells_how_it_failed(start, way, tmp_path):
     program = f"""
 import multiprocessing, os, sys

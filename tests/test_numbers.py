@@ -159,7 +159,9 @@ def test_every_op_of_the_table():
 
 def foreach_ops():
     """torch's foreach ops that write nowhere or in place."""
-    for name in filter(lambda name: name.startswith("_foreach_"), dir(aten)):
+    every = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names()
+             if name.startswith("aten::_foreach_")}      # dir(aten) has those that were used
+    for name in sorted(every):
         for overload in getattr(aten, name).overloads():
             if not getattr(getattr(aten, name), overload)._schema.arguments[-1].is_out:
                 yield getattr(getattr(aten, name), overload)
@@ -183,14 +185,16 @@ def foreach_values(func, number, numbers, tensors):
     return values if len(values) > 1 else None
 
 
+SQUARES = ((4, 4), (3, 3))                           # of which products have the shape of sums
+
+
 @pytest.mark.parametrize("sbp", LAYOUTS, ids=str)
 def test_every_foreach_op(sbp):
     generator = torch.Generator().manual_seed(SEED)
     where = gt.placement("cpu", [0, 1])
     seen = set()
-    for func, number in itertools.product(foreach_ops(), (2, -0.5, 0, math.inf)):
-        lists = [[torch.rand(n, generator=generator, dtype=torch.float64) + 0.1 for n in ((6, 4), (5,))]
-                 for _ in range(3)]
+    for func, number, sizes in itertools.product(foreach_ops(), (2, -0.5, 0, math.inf), (((6, 4), (5,)), SQUARES)):
+        lists = [[torch.rand(n, generator=generator, dtype=torch.float64) + 0.1 for n in sizes] for _ in range(3)]
         numbers = [number, 3 if number is True else -1.5]
         values = foreach_values(func, number, numbers, iter(lists))
         if values is None:
@@ -209,7 +213,7 @@ def test_every_foreach_op(sbp):
                 same(g, w, lambda own=own: f"{func}({own})")
         seen.add(name_of(func))
     assert {"_foreach_mul.Scalar", "_foreach_add_.ScalarList", "_foreach_div.Tensor", "_foreach_pow.ScalarAndTensor",
-            "_foreach_addcmul.ScalarList"} <= seen
+            "_foreach_addcmul.ScalarList", *["_foreach_mm"] * hasattr(aten, "_foreach_mm")} <= seen
 
 
 # ------------------------------------------------------------------------------------------- as programs write them

@@ -42,7 +42,7 @@ def total(result: dict, *kinds: str) -> int:
     return sum(counts.get(kind, 0) for counts in result["counts"].values() for kind in kinds)
 
 
-@pytest.mark.parametrize("native", ["1", "0"])
+@pytest.mark.parametrize("native", ["1", pytest.param("0", marks=pytest.mark.long)])
 def test_a_tenth(native):
     result = judged(f"{SEED % 10}/10", 1, native, 280)
     check(result)

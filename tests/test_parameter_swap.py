@@ -16,7 +16,7 @@ PROGRAM = PROGRAMS / "parameter_identity.py"
 CHECKS = re.findall(r"(?m)^def (\w+)\(\):\n", PROGRAM.read_text())
 
 
-@pytest.mark.parametrize("native", ["1", "0"])
+@pytest.mark.parametrize("native", ["1", pytest.param("0", marks=pytest.mark.long)])
 def test_parameters_stay_the_same_objects(native):
     passed = good([PYTHON, PROGRAM], environment(GLOBALTENSOR_NATIVE=native), timeout=300).split()
     assert len(passed) == len(CHECKS) - 1 >= 12, f"{set(CHECKS) - set(passed)} did not run"      # all but model()
@@ -30,14 +30,14 @@ def passes(command, native):
     assert len(passed.split()) == 4, passed
 
 
-@pytest.mark.parametrize("native", ["1", "0"])
+@pytest.mark.parametrize("native", ["1", pytest.param("0", marks=pytest.mark.long)])
 def test_a_global_module_goes_on_plain(native):
     passes([PYTHON], native)
 
 
 @pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.parametrize("native", ["1", "0"])
+@pytest.mark.parametrize("native", ["1", pytest.param("0", marks=pytest.mark.long)])
 def test_a_global_module_of_two_processes_goes_on_plain(native):
     passes([*RUN, "-n", "2"], native)
 

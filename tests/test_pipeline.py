@@ -770,7 +770,8 @@ MIXED = ("zb-v", "skip", "dp, zero 1, gradients that stay", "dp, zero 2", "three
 
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks, native, cases", [
-    pytest.param(2, "1", (), id="2-native"), pytest.param(4, "0", MIXED, id="4-python-mixed"),
+    pytest.param(2, "1", (), id="2-native"),
+    pytest.param(4, "0", MIXED, id="4-python-mixed", marks=pytest.mark.long),
     *[pytest.param(ranks, native, (), id=name, marks=pytest.mark.long) for ranks, native, name in
       ((2, "0", "2-python"), (4, "0", "4-python"), (4, "1", "4-native"))]])
 def test_processes_give_the_bits_of_one_process(ranks, native, cases, tmp_path):

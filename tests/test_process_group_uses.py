@@ -128,7 +128,7 @@ def threads():
 
 @built
 @pytest.mark.parametrize("use", [unusual_reductions, strided, works_and_objects, point_to_point, threads])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_other_uses(ranks, use, size):
     ranks(size).run(use)
 

@@ -134,7 +134,7 @@ def test_two_hosts_with_a_network_each(alone, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="a pid namespace takes unshare")
-@pytest.mark.parametrize("said", ["", "2"])
+@pytest.mark.parametrize("said", ["", pytest.param("2", marks=pytest.mark.long)])
 def test_two_pods_of_which_no_launcher_says_that_they_are_two(said, alone, tmp_path):
     """Kubeflow's PyTorchJob sets four variables. Where LOCAL_WORLD_SIZE says that both pods are one host, both end."""
     with network() as (names, addresses):
@@ -442,7 +442,7 @@ def test_a_module(tmp_path):
     assert code == 0 and out.count("module ['x'] __main__") == 2, out + err
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
 def test_ranks_end_with_their_launcher(how, tmp_path):
     before = ["nohup"] if how == signal.SIGTERM else []
     started = Started([*before, *RUN, "-n", 2, FAILS, "waits"], environment(TMPDIR=str(tmp_path)))

@@ -132,6 +132,6 @@ def test_by_a_mask_its_rows_move_as_by_their_numbers():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("native", ["1", "0"])
+@pytest.mark.parametrize("native", ["1", pytest.param("0", marks=pytest.mark.long)])
 def test_single_rows_of_another_process(tmp_path, native):
     good([*RUN, "-n", 2, FOLDER / "single_elements.py", tmp_path], environment(GLOBALTENSOR_NATIVE=native), timeout=120)

@@ -179,6 +179,6 @@ def test_next_tokens():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("native", ["1", "0"])
+@pytest.mark.parametrize("native", ["1", pytest.param("0", marks=pytest.mark.long)])
 def test_in_real_processes_as_on_one_device(native):
     good([*RUN, "-n", "3", FOLDER / "shifts.py"], environment(GLOBALTENSOR_NATIVE=native), timeout=180)

@@ -94,7 +94,8 @@ print(annotated.__annotations__, annotated.__code__.co_filename)
 
 
 @pytest.mark.usefixtures("real_processes")           # pytest --forks runs files alone
-@pytest.mark.parametrize("method, form, safe_path", [("fork", "file", ""), ("fork", "file", "1"), *(
+@pytest.mark.parametrize("method, form, safe_path", [
+    ("fork", "file", ""), pytest.param("fork", "file", "1", marks=pytest.mark.long), *(
     ("spawn", form, "") for form in ("file", "elsewhere", "module", "package", "folder", "archive", "compiled")), *(
     ("spawn", form, "1") for form in ("file", "module", "folder"))])
 def test_a_program_of_any_form_runs_as_in_python(method, form, safe_path, tmp_path):
@@ -151,8 +152,10 @@ def test_a_launcher_whose_parent_ignores_that_children_end_hears_how_ranks_do(me
     assert code == 3 and "failed: exit code 3" in err, err
 
 
-@pytest.mark.parametrize("method", ("alone", *METHODS))
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed, method", [("<&- >&- 2>&-", "alone"), ("<&- >&- 2>&-", "fork"), (">&-", "spawn"), *(
+    pytest.param(*one, marks=pytest.mark.long) for one in (
+        (">&-", "alone"), (">&-", "fork"), ("2>&-", "alone"), ("2>&-", "fork"), ("2>&-", "spawn"),
+        ("<&- >&- 2>&-", "spawn")))])
 def test_a_program_runs_whatever_standard_streams_are_closed(closed, method, tmp_path):
     (tmp_path / "program.py").write_text("""
 import sys, torch, globaltensor as gt

@@ -221,7 +221,8 @@ def softmax(call: Call, run: Run) -> Any:
 def safe_softmax(call: Call, run: Run) -> Any:
     """softmax, but 0 where all of a row is -inf."""
     x, dim = cast(run, call.tensors[0], accumulation_dtype(call["dtype"] or call.tensors[0].dtype)), call["dim"]
-    highest = _finite(run, run(aten.amax.default, x, [dim], True))
+    highest = run(aten.amax.default, x, [dim], True)
+    highest = run(aten.masked_fill.Scalar, highest, run(aten.eq.Scalar, highest, -math.inf), 0.0)
     exponentials = run(aten.exp.default, run(aten.sub.Tensor, x, highest))
     total = run(aten.sum.dim_IntList, exponentials, [dim], True)
     total = run(aten.masked_fill.Scalar, total, run(aten.eq.Scalar, total, 0), 1.0)      # of such a row: 0 / 1
@@ -317,9 +318,17 @@ def mean_of_rows_backward(call: Call, run: Run) -> Any:
 
 def _sum_over(count: int, call: Call, run: Run) -> Any:
     """The loss with a sum for its mean, by a count; what else the op returns stays."""
-    total, *more = results if isinstance(results := run(call.func, *_as_sum(call)), tuple) else (results,)
-    mean = run(aten.div.Tensor, total, divisor(count, total))
-    return (mean, *more) if more else mean
+    total, *more = _sums(call, run)
+    dtype = call.tensors[0].dtype
+    mean = cast(run, run(aten.div.Tensor, total, divisor(count, total)), dtype)
+    return (mean, *[cast(run, t, dtype) for t in more]) if more else mean
+
+
+def _sums(call: Call, run: Run) -> list[Any]:
+    """What the same loss returns with a sum for its mean, of floats that are as wide as kernels add them up."""
+    args = [cast(run, x, accumulation_dtype(x.dtype)) if is_global(x) else x for x in _as_sum(call)]
+    results = run(call.func, *args)
+    return list(results) if isinstance(results, tuple) else [results]
 
 
 def _backward_of_sum_over(count: int, call: Call, run: Run) -> Any:
@@ -340,9 +349,10 @@ def _numel(call: Call) -> int:
 @traceable
 def nll_mean(call: Call, run: Run) -> Any:
     """The sum of the loss and that of the targets' weights, both reduced in one go; then their quotient."""
-    sums = list(run(call.func, *_as_sum(call)))
+    sums = _sums(call, run)
     total, weight = run.redistribute(sums, [t.spec.layout.replicated for t in sums], "nll_loss")
-    return run(aten.div.Tensor, total, weight), weight
+    dtype = call.tensors[0].dtype
+    return cast(run, run(aten.div.Tensor, total, weight), dtype), cast(run, weight, dtype)
 
 
 @traceable
@@ -352,11 +362,13 @@ def foreach_norm(call: Call, run: Run) -> Any:
     if math.isinf(p) or p == 0:
         return [run(aten.linalg_vector_norm.default, x, p, None, False, dtype=call["dtype"]) for x in call.tensors]
     reduced = run.redistribute(call.tensors, [x.spec.layout.without_partials for x in call.tensors], "foreach_norm")
-    operands = [cast(run, x, call["dtype"]) for x in reduced]
+    dtypes = [call["dtype"] or x.dtype for x in reduced]
+    operands = [cast(run, x, accumulation_dtype(dtype)) for x, dtype in zip(reduced, dtypes)]
     sums = [run(aten.sum.dim_IntList, powers(run, run(aten.abs.default, x), p), list(range(x.dim())), False)
             for x in operands]
     home = call.tensors[0].spec.layout.replicated    # the norms of all pipeline stages go to the first one's placement
-    return [root(run, total, p) for total in run.redistribute(sums, [home] * len(sums), "foreach_norm")]
+    norms = [root(run, total, p) for total in run.redistribute(sums, [home] * len(sums), "foreach_norm")]
+    return [cast(run, x, dtype.to_real() if dtype.is_complex else dtype) for x, dtype in zip(norms, dtypes)]
 
 
 def packed_sequence(call: Call, run: Run) -> Any:

@@ -28,7 +28,7 @@ from globaltensor.boxings.plan import boxing_cost, least_cost
 from globaltensor.dispatch.native_choice import number_of_cheapest
 from globaltensor.layouts.layout import Layout, Spec, layout
 from globaltensor.layouts.sbp import Sbp, broadcast
-from globaltensor.rules.language import Dims, Rule, Signature, Sizes, fits, label_sizes, signatures
+from globaltensor.rules.language import Dims, Rule, Signature, Sizes, fits, label_sizes, signatures_from
 from globaltensor.runtime.machine import Machine
 
 Size = tuple[tuple[int, ...], int]                   # shape and bytes of an output
@@ -263,7 +263,7 @@ def _candidates(rule: Rule, states: list[Sbp], target: int | None, may_move: boo
     split, pending = any(s.is_split for s in states), any(s.is_partial for s in states)
     leader = rule.leads if rule.leads is not None and states[rule.leads].is_split else None
     worthwhile = []
-    for sig in signatures(rule):
+    for sig in signatures_from(rule, states):
         if sig.label is not None and not split or leader is not None and sig.inputs[leader] != states[leader]:
             continue                                 # dispatch starts no split; a leading operand keeps its own
         if target is not None and (sig.inputs[target] != sig.outputs[0]

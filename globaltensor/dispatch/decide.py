@@ -45,6 +45,7 @@ from globaltensor.layouts.symbols import expected, has_symbols
 from globaltensor.op_table.line import Line, always_decomposed
 from globaltensor.op_table.variants import WriteResult, line_of, out_of_place
 from globaltensor.rules.call import Call, arguments
+from globaltensor.rules.families import of_integers
 from globaltensor.rules.language import Signature, expected_rule, fits, label_sizes
 from globaltensor.runtime.custom_ops import MADE_OF
 from globaltensor.runtime.meta import as_on, meta
@@ -196,6 +197,8 @@ def _contest(line: Line, call: Call, operands: list[Spec], results: list[Any], w
              ) -> Contest:
     """The same, of a line; `beside`: the algorithm too."""
     rule, symbolic = expected_rule(rule_of(line, call, operands)), any(own.symbolic for own in operands)
+    rule = of_integers(rule, [own.dtype for own in operands],
+                       [r if r is None else r.dtype for r in _ruled(results, len(rule.outputs))])
     operands = [own.expected for own in operands]
     sizes = []
     for r in _ruled(results, len(rule.outputs)):

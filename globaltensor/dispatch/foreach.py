@@ -18,7 +18,7 @@ from globaltensor.errors import MixedPlacementError
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Spec, spec
 from globaltensor.layouts.placement import placement
-from globaltensor.op_table.variants import foreach_algebra
+from globaltensor.op_table.variants import foreach_algebra, foreach_is_pointwise
 from globaltensor.rules.call import Call, Slot, arguments, written
 from globaltensor.rules.families import broadcast_shape, of_numbers, pointwise
 from globaltensor.rules.language import NUMBER
@@ -152,7 +152,8 @@ def _decide_elements(cls: type[GlobalLike], call: Call, lists: dict[str, list[An
 def _decide_element(call: Call, tensors: list[Any], specs: tuple[Spec, ...], shared: int, result: Spec | None,
                     writes: bool) -> tuple[list[Layout], Spec | None]:
     """The layouts of one element's tensors, and the spec of its result."""
-    if result is not None and result.shape != broadcast_shape([own.shape for own in specs]):
+    if result is not None and (result.shape != broadcast_shape([own.shape for own in specs])
+                               or not foreach_is_pointwise(call.func)):
         return [own.layout.replicated for own in specs], result      # no pointwise op: on whole operands
     algebra = (foreach_algebra(call.func) or {}).get(len(tensors) + shared, "")
     rule = of_numbers(pointwise(algebra)(_Element(tensors, shared)), call)

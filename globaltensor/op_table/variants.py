@@ -254,3 +254,11 @@ def foreach_algebra(func: OpOverload) -> dict[int, str] | None:
     return FOREACH.get(name.removeprefix("foreach_"), {}) if name.startswith("foreach_") else None
 
 
+@lru_cache(None)
+def foreach_is_pointwise(func: OpOverload) -> bool:
+    """Is a foreach op one of single elements, by torch's tag of the op whose name it carries? `_foreach_mm` is none."""
+    packet = getattr(aten, func._schema.name.split("::")[1].strip("_").removeprefix("foreach_"), None)
+    return bool(foreach_algebra(func)) or packet is not None and any(
+        torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
+
+

@@ -9,7 +9,7 @@ calls that differ in floats only. (Whether a float is 0, and whether it is finit
 from __future__ import annotations
 
 from cmath import isfinite
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,6 +59,20 @@ def of_numbers(of: Rule, call: Call) -> Rule:
         return of
     return replace(of, algebra=tuple(tuple(tuple((q, False) for q, _ in term) for term in terms)
                                      for terms in of.algebra))
+
+
+def of_integers(of: Rule, operands: Sequence[torch.dtype], results: Sequence[torch.dtype | None]) -> Rule:
+    """The same rule for operands and results of these dtypes. Sums of integers wrap, and those of floats and of wider
+    integers do not: so where a result is of another dtype than an integer operand, it is not linear in it."""
+    if all(dtype.is_floating_point or dtype.is_complex or dtype == torch.bool for dtype in operands):
+        return of
+
+    def wraps(q: int, gives: torch.dtype | None) -> bool:
+        dtype = operands[q]
+        return not (dtype.is_floating_point or dtype.is_complex) and gives not in (None, dtype)
+
+    return replace(of, algebra=tuple(tuple(tuple((q, linear and not wraps(q, gives)) for q, linear in term)
+                                           for term in terms) for terms, gives in zip(of.algebra, results)))
 
 
 def masked_outputs(family: Family, mask: str, always: Collection[int] = ()) -> Family:

@@ -26,6 +26,7 @@ On several axes an op may have a different signature on each: an nd signature is
 """
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, combinations, product
@@ -132,6 +133,15 @@ def _signatures(of: Rule) -> tuple[Signature, ...]:
         for states in list(product((broadcast, kept), repeat=len(of.inputs)))[1:]:
             legal[states, (kept,) * len(of.outputs)] = Signature(states, (kept,) * len(of.outputs), None)
     return tuple(legal.values())
+
+
+def signatures_from(of: Rule, states: list[Sbp]) -> Iterator[Signature]:
+    """The signatures for operands that have these sbps on an axis. No factor of a product becomes a pending sum that is
+    none: its terms would be 0 on all ranks but one, and 0 times an inf in another factor is nan."""
+    factors = {q for terms in of.algebra for term in terms if len(term) > 1 for q, _ in term}
+    for sig in signatures(of):
+        if not any(sig.inputs[q].is_partial and not states[q].is_partial for q in factors):
+            yield sig
 
 
 def _pending_sets(of: Rule, cuts: list[int | None]) -> list[frozenset[int]]:

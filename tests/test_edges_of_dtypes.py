@@ -1,0 +1,113 @@
+"""Values at the edges of what their dtype can hold: sums that wrap, sums that halves cannot hold, and infinities beside
+operands that are cut. The value is plain torch's.
+"""
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from shards import gather, scatter
+
+import globaltensor as gt
+from globaltensor.layouts.sbp import broadcast, partial_sum, split
+
+SEED = int(os.environ.get("SEED") or 20_261_129)
+print(f"tests/test_edges_of_dtypes.py: SEED={SEED}")
+TWO, GRID = gt.placement("cpu", [0, 1]), gt.placement("cpu", [[0, 1], [2, 3]])
+B, S, P = broadcast, split, partial_sum
+
+WRAPPED = {
+    "to floats": lambda x, on: x.float(), "to doubles": lambda x, on: x.double(), "by a float": lambda x, on: x * 0.5,
+    "quotient": lambda x, on: x / 2, "floats": lambda x, on: x + on(torch.ones(3)),
+    "degrees": lambda x, on: torch.deg2rad(x),
+    "to wider integers": lambda x, on: x.long(), "sum": lambda x, on: x.sum(),
+    "mean": lambda x, on: x.mean(dtype=torch.float64),
+    "wider integers": lambda x, on: x + on(torch.ones(3, dtype=torch.int64)),
+    "written": lambda x, on: on(torch.zeros(3)).add_(x),
+    "cumulative": lambda x, on: x.cumsum(0), "joined": lambda x, on: torch.cat([x, on(torch.ones(2))]),
+    "chosen": lambda x, on: torch.where(on(torch.tensor([True, False, True])), x, on(torch.ones(3))),
+    "stacked": lambda x, on: torch.stack([x, on(torch.ones(3))]), "copied": lambda x, on: on(torch.zeros(3)).copy_(x),
+    "product": lambda x, on: x * on(torch.full((3,), 2.0)),
+    "narrower": lambda x, on: x.to(torch.int8), "same": lambda x, on: x * 3,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32], ids=str)
+@pytest.mark.parametrize("program", WRAPPED)
+def test_a_pending_sum_of_integers_wraps_before_it_meets_others(program, dtype):
+    most = torch.iinfo(dtype).max
+    terms = [torch.full((3,), most, dtype=dtype), torch.tensor([0, 1, most], dtype=dtype)]
+    want = WRAPPED[program](terms[0] + terms[1], lambda t: t)
+    got = WRAPPED[program](gt.from_shards(dict(enumerate(terms)), TWO, P), lambda t: gt.from_full(t, TWO, B))
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(gather(got), want)
+
+
+LOSSES = {name: getattr(F, name) for name in (
+    "mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy_with_logits")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_means_of_losses_that_halves_cannot_sum(loss, dtype):
+    x, y = torch.full((400, 500), 3.0, dtype=dtype), torch.ones(400, 500, dtype=dtype)
+    want, got = LOSSES[loss](x, y), LOSSES[loss](*(gt.from_full(t, TWO, S(0)) for t in (x, y)))
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.full_tensor(), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_cross_entropy_of_rows_that_halves_cannot_count(dtype):
+    rows = torch.randn(70_000, 2, generator=torch.Generator().manual_seed(SEED)).to(dtype) - 20
+    targets = torch.zeros(70_000, dtype=torch.int64)
+    got = F.cross_entropy(*(gt.from_full(t, TWO, S(0)) for t in (rows, targets)))
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.full_tensor().double(), F.cross_entropy(rows.double(), targets), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("sbp", [S(0), B, P], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex32], ids=str)
+def test_norms_whose_squares_halves_cannot_hold(dtype, sbp):
+    grads = [torch.full((400, 2), 200.0).to(dtype), torch.full((5,), 3.0).to(dtype)]
+    want = torch.stack([g.to(torch.complex64 if dtype.is_complex else torch.float32).norm() for g in grads])
+    norms = torch._foreach_norm([scatter(g, TWO, (sbp,), torch.Generator().manual_seed(SEED)) for g in grads], 2)
+    assert {n.dtype for n in norms} == {dtype.to_real()}
+    torch.testing.assert_close(torch.stack([gather(n).float() for n in norms]), want, rtol=2e-2, atol=0)
+
+
+PRODUCTS = {                                         # of which one factor has an inf, beside an addend
+    "linear": (F.linear, (6, 4), (2, 4), (2,)), "addmm": (torch.addmm, (2,), (6, 4), (4, 2)),
+    "addmv": (torch.addmv, (6,), (6, 4), (4,)), "addcmul": (torch.addcmul, (4,), (6, 1), (6, 4)),
+    "baddbmm": (torch.baddbmm, (2, 4, 2), (2, 4, 6), (2, 6, 2)),
+}
+
+
+def sparse(chooser, items, count):
+    """So many of them, in any order."""
+    items = list(items)
+    return [items[k] for k in torch.randperm(len(items), generator=chooser)[:count]]
+
+
+@pytest.mark.parametrize("program", PRODUCTS)
+def test_no_factor_that_is_cut_becomes_a_pending_sum_beside_an_infinity(program):
+    f, *shapes = PRODUCTS[program]
+    chooser = torch.Generator().manual_seed(SEED)
+    ways = [list(itertools.product((B, *(S(d) for d in range(len(shape)))), repeat=2)) for shape in shapes]
+    for sbps in sparse(chooser, itertools.product(*ways), 60):
+        for q in range(len(shapes)):
+            operands = [torch.ones(shape, dtype=torch.float64) for shape in shapes]
+            operands[q].view(-1)[0] = torch.inf
+            want = f(*operands)
+            got = f(*(gt.from_full(t, GRID, sbp) for t, sbp in zip(operands, sbps)))
+            torch.testing.assert_close(got.full_tensor(), want, msg=lambda m: f"{program} {sbps}, {q}: {m}")
+
+
+def test_a_row_with_an_infinity_has_no_softmax():
+    rows = torch.tensor([[0, torch.inf, 1, 2], [-torch.inf] * 4, [0, 1, -torch.inf, 2]])
+    want = torch.ops.aten._safe_softmax(rows, 1)
+    for sbp in (S(0), S(1), B):
+        got = torch.ops.aten._safe_softmax(gt.from_full(rows, TWO, sbp), 1)
+        torch.testing.assert_close(got.full_tensor(), want, equal_nan=True)
