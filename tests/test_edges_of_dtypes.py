@@ -59,6 +59,16 @@ def test_means_of_losses_that_halves_cannot_sum(loss, dtype):
     torch.testing.assert_close(got.full_tensor(), want)
 
 
+@pytest.mark.parametrize("loss", ["mse_loss", "smooth_l1_loss"])
+@pytest.mark.parametrize("dtypes", [(torch.float16, torch.float32), (torch.float32, torch.bfloat16),
+                                    (torch.bfloat16, torch.float16), (torch.float16, torch.int64)], ids=str)
+def test_means_of_losses_of_two_dtypes(loss, dtypes):
+    x, y = (torch.arange(6.0).view(3, 2).mul(k).to(dtype) for k, dtype in zip((3, 5), dtypes))
+    want, got = LOSSES[loss](x, y), LOSSES[loss](*(gt.from_full(t, TWO, S(0)) for t in (x, y)))
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got.full_tensor(), want)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_cross_entropy_of_rows_that_halves_cannot_count(dtype):
     rows = torch.randn(70_000, 2, generator=torch.Generator().manual_seed(SEED)).to(dtype) - 20

@@ -318,17 +318,19 @@ def mean_of_rows_backward(call: Call, run: Run) -> Any:
 
 def _sum_over(count: int, call: Call, run: Run) -> Any:
     """The loss with a sum for its mean, by a count; what else the op returns stays."""
-    total, *more = _sums(call, run)
-    dtype = call.tensors[0].dtype
+    (total, *more), dtype = _sums(call, run)
     mean = cast(run, run(aten.div.Tensor, total, divisor(count, total)), dtype)
     return (mean, *[cast(run, t, dtype) for t in more]) if more else mean
 
 
-def _sums(call: Call, run: Run) -> list[Any]:
-    """What the same loss returns with a sum for its mean, of floats that are as wide as kernels add them up."""
-    args = [cast(run, x, accumulation_dtype(x.dtype)) if is_global(x) else x for x in _as_sum(call)]
-    results = run(call.func, *args)
-    return list(results) if isinstance(results, tuple) else [results]
+def _sums(call: Call, run: Run) -> tuple[list[Any], torch.dtype | None]:
+    """What the same loss returns with a sum for its mean, of floats as wide as kernels add them up; and the dtype of
+    these floats, None where they have several: then the op's own."""
+    dtypes = {x.dtype for x in call.tensors if x.dtype.is_floating_point}
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    results = run(call.func, *[cast(run, x, dtype and accumulation_dtype(dtype)) if is_global(x) and x.dtype == dtype
+                               else x for x in _as_sum(call)])
+    return list(results) if isinstance(results, tuple) else [results], dtype
 
 
 def _backward_of_sum_over(count: int, call: Call, run: Run) -> Any:
@@ -349,9 +351,8 @@ def _numel(call: Call) -> int:
 @traceable
 def nll_mean(call: Call, run: Run) -> Any:
     """The sum of the loss and that of the targets' weights, both reduced in one go; then their quotient."""
-    sums = _sums(call, run)
+    sums, dtype = _sums(call, run)
     total, weight = run.redistribute(sums, [t.spec.layout.replicated for t in sums], "nll_loss")
-    dtype = call.tensors[0].dtype
     return cast(run, run(aten.div.Tensor, total, weight), dtype), cast(run, weight, dtype)
 
 
