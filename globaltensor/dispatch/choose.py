@@ -158,8 +158,7 @@ def _questions(rule: Rule, operands: list[Spec], outputs: list[Size], machine: M
     """
     sizes = label_sizes(rule, [own.shape for own in operands])
     for may_move in (False, True) if target is not None else (True,):
-        axes = [_candidates(rule, [own.sbp[axis] for own in operands], target, may_move)
-                for axis in range(operands[0].placement.ndim)]
+        axes = [_candidates(rule, operands, axis, target, may_move) for axis in range(operands[0].placement.ndim)]
         question = _Question(rule, operands, outputs, machine, axes, sizes, offer)
         if offer is not None:
             settled = question._replace(axes=[_settled(candidates, tuple(own.sbp[axis] for own in operands))
@@ -258,12 +257,13 @@ def _moves_no_more(mine: Moved, other: Moved) -> bool:
             and (gathered or turned and all(t.is_split for t, has in zip(dst.sbp, cut) if has)))
 
 
-def _candidates(rule: Rule, states: list[Sbp], target: int | None, may_move: bool) -> list[Signature]:
-    """Signatures worth pricing on one axis, where the operands have these sbps now."""
+def _candidates(rule: Rule, operands: list[Spec], axis: int, target: int | None, may_move: bool) -> list[Signature]:
+    """Signatures worth pricing on one axis, where the operands are laid out like this now."""
+    states = [own.sbp[axis] for own in operands]
     split, pending = any(s.is_split for s in states), any(s.is_partial for s in states)
     leader = rule.leads if rule.leads is not None and states[rule.leads].is_split else None
     worthwhile = []
-    for sig in signatures_from(rule, states):
+    for sig in signatures_from(rule, states, [own.dtype.is_floating_point or own.dtype.is_complex for own in operands]):
         if sig.label is not None and not split or leader is not None and sig.inputs[leader] != states[leader]:
             continue                                 # dispatch starts no split; a leading operand keeps its own
         if target is not None and (sig.inputs[target] != sig.outputs[0]

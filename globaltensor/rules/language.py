@@ -135,10 +135,11 @@ def _signatures(of: Rule) -> tuple[Signature, ...]:
     return tuple(legal.values())
 
 
-def signatures_from(of: Rule, states: list[Sbp]) -> Iterator[Signature]:
-    """The signatures for operands that have these sbps on an axis. No factor of a product becomes a pending sum that is
-    none: its terms would be 0 on all ranks but one, and 0 times an inf in another factor is nan."""
-    factors = {q for terms in of.algebra for term in terms if len(term) > 1 for q, _ in term}
+def signatures_from(of: Rule, states: list[Sbp], inexact: list[bool]) -> Iterator[Signature]:
+    """The signatures for operands that have these sbps on an axis; `inexact`: which are floats. No factor beside one of
+    floats becomes a pending sum that is none: its terms would be 0 on all ranks but one, and 0 times inf is nan."""
+    factors = {q for terms in of.algebra for term in terms for q, _ in term
+               if any(inexact[other] for other, _ in term if other != q)}
     for sig in signatures(of):
         if not any(sig.inputs[q].is_partial and not states[q].is_partial for q in factors):
             yield sig
