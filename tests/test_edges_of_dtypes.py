@@ -32,6 +32,8 @@ WRAPPED = {
     "stacked": lambda x, on: torch.stack([x, on(torch.ones(3))]), "copied": lambda x, on: on(torch.zeros(3)).copy_(x),
     "product": lambda x, on: x * on(torch.full((3,), 2.0)),
     "narrower": lambda x, on: x.to(torch.int8), "same": lambda x, on: x * 3,
+    "list": lambda x, on: torch._foreach_mul([x, x], 0.5)[1],
+    "quotients": lambda x, on: torch._foreach_div([x, x], 2)[1],
 }
 
 

@@ -37,7 +37,7 @@ def test_a_global_module_goes_on_plain(native):
 
 @pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.parametrize("native", ["1", pytest.param("0", marks=pytest.mark.long)])
+@pytest.mark.parametrize("native", ["1", "0"])
 def test_a_global_module_of_two_processes_goes_on_plain(native):
     passes([*RUN, "-n", "2"], native)
 

@@ -263,7 +263,7 @@ def _candidates(rule: Rule, operands: list[Spec], axis: int, target: int | None,
     split, pending = any(s.is_split for s in states), any(s.is_partial for s in states)
     leader = rule.leads if rule.leads is not None and states[rule.leads].is_split else None
     worthwhile = []
-    for sig in signatures_from(rule, states, [own.dtype.is_floating_point or own.dtype.is_complex for own in operands]):
+    for sig in signatures_from(rule, states, [own.dtype for own in operands]):
         if sig.label is not None and not split or leader is not None and sig.inputs[leader] != states[leader]:
             continue                                 # dispatch starts no split; a leading operand keeps its own
         if target is not None and (sig.inputs[target] != sig.outputs[0]

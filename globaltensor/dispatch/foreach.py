@@ -20,7 +20,7 @@ from globaltensor.layouts.layout import Layout, Spec, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.op_table.variants import foreach_algebra, foreach_is_pointwise
 from globaltensor.rules.call import Call, Slot, arguments, written
-from globaltensor.rules.families import broadcast_shape, of_numbers, pointwise
+from globaltensor.rules.families import broadcast_shape, of_integers, of_numbers, pointwise
 from globaltensor.rules.language import NUMBER
 from globaltensor.runtime.memory_writes import memory_id
 from globaltensor.runtime.meta import meta
@@ -157,6 +157,7 @@ def _decide_element(call: Call, tensors: list[Any], specs: tuple[Spec, ...], sha
         return [own.layout.replicated for own in specs], result      # no pointwise op: on whole operands
     algebra = (foreach_algebra(call.func) or {}).get(len(tensors) + shared, "")
     rule = of_numbers(pointwise(algebra)(_Element(tensors, shared)), call)
+    rule = of_integers(rule, [own.dtype for own in specs], [(result or specs[0]).dtype])
     chosen = choose(rule, list(specs), [(specs[0].shape, specs[0].nbytes)], world().machine, 0 if writes else None)
     wants, (give,) = layouts(chosen, list(specs), 1)
     return wants, result and result.on(give)

@@ -19,6 +19,7 @@ from globaltensor.layouts.layout import Shape
 from globaltensor.rules.call import Call
 from globaltensor.rules.language import NUMBER, Dims, Rule
 from globaltensor.rules.parse import rule
+from globaltensor.runtime.dtypes import is_inexact
 
 Family = Callable[[Call], Rule]
 _regardless_of_size: set[Family] = set()
@@ -64,15 +65,11 @@ def of_numbers(of: Rule, call: Call) -> Rule:
 def of_integers(of: Rule, operands: Sequence[torch.dtype], results: Sequence[torch.dtype | None]) -> Rule:
     """The same rule for operands and results of these dtypes. Sums of integers wrap, and those of floats and of wider
     integers do not: so where a result is of another dtype than an integer operand, it is not linear in it."""
-    if all(dtype.is_floating_point or dtype.is_complex or dtype == torch.bool for dtype in operands):
+    if all(map(is_inexact, operands)):
         return of
-
-    def wraps(q: int, gives: torch.dtype | None) -> bool:
-        dtype = operands[q]
-        return not (dtype.is_floating_point or dtype.is_complex) and gives not in (None, dtype)
-
-    return replace(of, algebra=tuple(tuple(tuple((q, linear and not wraps(q, gives)) for q, linear in term)
-                                           for term in terms) for terms, gives in zip(of.algebra, results)))
+    return replace(of, algebra=tuple(
+        tuple(tuple((q, linear and (is_inexact(operands[q]) or gives in (None, operands[q]))) for q, linear in term)
+              for term in terms) for terms, gives in zip(of.algebra, results)))
 
 
 def masked_outputs(family: Family, mask: str, always: Collection[int] = ()) -> Family:
@@ -143,9 +140,9 @@ def zeroing(value: str, linear: str, other: str) -> Family:
 
 
 def keeps_sums(src: torch.dtype, dst: torch.dtype) -> bool:
-    """Is a sum of casts the cast of the sum, up to rounding? Not where a cast rounds to integers, nor from bool, whose
-    sums are none."""
-    return src == dst or (dst.is_floating_point or dst.is_complex) and src != torch.bool
+    """Is a sum of casts the cast of the sum, up to rounding? Not where a cast rounds to integers, nor from integers,
+    whose sums wrap, nor from bool, whose sums are none."""
+    return src == dst or is_inexact(src) and is_inexact(dst)
 
 
 @regardless_of_size

@@ -32,8 +32,11 @@ from functools import lru_cache
 from itertools import chain, combinations, product
 from typing import NamedTuple
 
+import torch
+
 from globaltensor.layouts.sbp import NdSbp, Sbp, broadcast, partial_max, partial_min, partial_sum, split
 from globaltensor.layouts.symbols import expected
+from globaltensor.runtime.dtypes import is_inexact
 
 Dims = tuple[tuple[str, ...], ...]                   # per dim its labels, outermost first
 Sizes = dict[str, int]                               # label -> size
@@ -135,11 +138,11 @@ def _signatures(of: Rule) -> tuple[Signature, ...]:
     return tuple(legal.values())
 
 
-def signatures_from(of: Rule, states: list[Sbp], inexact: list[bool]) -> Iterator[Signature]:
-    """The signatures for operands that have these sbps on an axis; `inexact`: which are floats. No factor beside one of
-    floats becomes a pending sum that is none: its terms would be 0 on all ranks but one, and 0 times inf is nan."""
+def signatures_from(of: Rule, states: list[Sbp], dtypes: list[torch.dtype]) -> Iterator[Signature]:
+    """The signatures for operands of these dtypes that have these sbps on an axis. No factor beside one of floats
+    becomes a pending sum that is none: its terms would be 0 on all ranks but one, and 0 times inf is nan."""
     factors = {q for terms in of.algebra for term in terms for q, _ in term
-               if any(inexact[other] for other, _ in term if other != q)}
+               if any(is_inexact(dtypes[other]) for other, _ in term if other != q)}
     for sig in signatures(of):
         if not any(sig.inputs[q].is_partial and not states[q].is_partial for q in factors):
             yield sig

@@ -7,6 +7,11 @@ import torch
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
+def is_inexact(dtype: torch.dtype) -> bool:
+    """Is it one of real or complex floats?"""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums of numbers of this dtype are accumulated in: float32 for floats of 16 bits and fewer, complex64 for
     pairs of such, else the dtype itself."""
