@@ -1,6 +1,7 @@
 """Gradients accumulate without communication and are reduced once; how often is counted."""
 from __future__ import annotations
 
+import copy
 import ctypes
 from itertools import product
 
@@ -146,6 +147,25 @@ def test_micro_batches_communicate_once(k):
     for g, p in zip(grads, plain.parameters()):
         assert g.sbp == (gt.sbp.broadcast,)
         torch.testing.assert_close(g.full_tensor(), p.grad)
+
+
+@pytest.mark.parametrize("weights", ["contiguous", "channels last"])
+@pytest.mark.parametrize("images", ["contiguous", "channels last"])
+def test_gradients_of_other_strides_than_their_parameters_wait_too(images, weights):
+    order = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}
+    torch.manual_seed(SEED)
+    x = torch.randn(4, 3, 8, 8).double().to(memory_format=order[images])
+    plain = nn.Conv2d(3, 8, 3).double().to(memory_format=order[weights])
+    conv = copy.deepcopy(plain).to_global(gt.placement("cpu", [0, 1]), gt.sbp.broadcast)
+    split = gt.from_full(x, conv.weight.placement, gt.sbp.split(0))
+    with gt.record() as moves:
+        for _ in range(3):
+            conv(split).square().sum().backward()
+            plain(x).square().sum().backward()
+        assert not reductions(moves)
+        torch.testing.assert_close(conv.weight.grad.full_tensor(), plain.weight.grad)
+    assert [m.bytes for m in reductions(moves)] == [8 * (plain.weight.numel() + plain.bias.numel())]
+    assert conv.weight.grad.stride() == plain.weight.grad.stride()
 
 
 def test_reading_one_gradient_settles_all_and_nothing_moves_again():

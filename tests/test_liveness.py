@@ -295,6 +295,13 @@ def test_a_process_runs_is_stopped_and_ends(child, clock):
     assert alive.lost([1]) is None, "this process did not look for 10 seconds: it may have been stopped too"
     child.send_signal(signal.SIGCONT)
     assert soon(lambda: process_state(process) == RUNS) and alive.lost([1]) is None
+    for _ in range(5):
+        child.send_signal(signal.SIGSTOP)
+        assert soon(lambda: process_state(process) == STOPPED)
+        assert alive.lost([1]) is None, "it was never stopped for long, though it never ran when somebody looked"
+        clock[0] += 1.5
+        child.send_signal(signal.SIGCONT)
+        assert soon(lambda: process_state(process) == RUNS)
     child.kill()
     assert soon(lambda: process_state(process) == ENDED), "though nobody has waited for it: it is a zombie"
     assert alive.lost([1]).rank == 1

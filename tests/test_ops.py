@@ -418,6 +418,11 @@ for how in ("mean", "sum", "none"):
          (5, 3), (5, 3), (5, 3))
     case(f"multi_margin_loss {how}", lambda x, y, r=how: F.multi_margin_loss(x, y, reduction=r), (5, 5),
          TARGETS.clamp(min=0), draws=0.5)
+    for dims, meant in (((), 0), ((), [0]), ((4,), [2]), ((1, 3), 1)):
+        case(f"multi_margin_loss {dims} {meant} {how}", lambda x, y, r=how: F.multi_margin_loss(x, y, reduction=r),
+             dims, torch.tensor(meant), draws=0.5)
+    case(f"multilabel_margin_loss 0d {how}", lambda x, y, r=how: F.multilabel_margin_loss(x, y, reduction=r),
+         (), torch.tensor(0), draws=0.5)
     case(f"multilabel_soft_margin_loss {how}", lambda x, y, r=how: F.multilabel_soft_margin_loss(x, y, reduction=r),
          (5, 3), positive(5, 3))
 case("ctc_loss", lambda x: F.ctc_loss(x.log_softmax(-1), ints(3, 2, 2) + 1, torch.tensor([4, 4]), torch.tensor([2, 2])),

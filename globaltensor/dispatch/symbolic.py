@@ -36,9 +36,9 @@ from globaltensor.runtime.torch_internals import (
 _aten = torch.ops.aten
 # They write rules of symbols, beside the families that depend on no size.
 _FAMILIES = {shapes.viewed, shapes.expanded, shapes.squeezed, shapes.sliced, shapes.selected, shapes.factory_like,
-             shapes.sized_backward, shapes.split_list, shapes.unbound, shapes.padded, shapes.concatenated,
-             shapes.stacked, shapes.unfolded_backward, indices.embedded, indices.embedded_backward,
-             indices.embedded_backward_rows, indices.gathered, indices.scattered_value,
+             shapes.memory_like, shapes.sized_backward, shapes.split_list, shapes.unbound, shapes.padded,
+             shapes.concatenated, shapes.stacked, shapes.unfolded_backward, indices.embedded,
+             indices.embedded_backward, indices.embedded_backward_rows, indices.gathered, indices.scattered_value,
              *(TABLE[op].family for op in (_aten.nll_loss_forward.default, _aten.nll_loss_backward.default,
                                            _aten.mse_loss.default, _aten.mse_loss_backward.default,
                                            _aten.scatter.src, _aten.scatter_add.default))}

@@ -68,6 +68,7 @@ from globaltensor.rules.shapes import (
     factory_like,
     filled_like,
     halved,
+    memory_like,
     padded,
     permuted,
     repeated,
@@ -246,7 +247,7 @@ lines("rot90", turned)
 lines("glu", halved())
 lines("glu_backward", halved(operands=2))
 lines("new_zeros new_ones new_full new_empty", factory_like, local_args=sized("size"))
-lines("new_empty_strided", factory_like, local_args=strided)
+lines("new_empty_strided", memory_like, local_args=strided)
 
 # ------------------------------------------------------------------------------------------------ indexing
 lines("embedding", indices.embedded, local_impl=local_impls.own_embedding)

@@ -236,20 +236,24 @@ def nll_loss(space: str = "", *, backward: bool = False) -> Family:
 
 
 def margin_loss(*, of_each: bool = False, backward: bool = False) -> Family:
-    """A loss of the classes of a row, [n, c] or [c], and of the class that is meant or, `of_each`, of all that are. A
-    mean stays whole, as that of other losses."""
+    """A loss of the classes of a row, [n, c], [c] or of one class [], and of the class that is meant or, `of_each`, of
+    all that are. A mean stays whole, as that of other losses."""
 
     def write(call: Call) -> Rule:
-        batch = "n" if call["self"].dim() == 2 else ""
-        x, meant = f"{batch} c!", batch or ("1" if call["target"].dim() else "")
-        each = batch if call["reduction"] == NONE else ""
+        rows = call["self"].dim() == 2
+        of_row = ("n" if rows else "1") if call["target"].dim() else ""          # the class of one row, as a list
+        batch = of_row or "1" if rows else ""
+        x = f"{batch} c!" if call["self"].dim() else ""
+        meant, each = (x, batch) if of_each else (of_row, of_row)
+        each = each if call["reduction"] == NONE else ""
         if of_each:
-            dims, algebra = (f"{each}, {x}, {x}, {x} -> {x}", "a*B*C*D") if backward else (
-                f"{x}, {x} -> {each}, {x}", "A*B;B")
+            dims, algebra = (f"{each}, {x}, {meant}, {meant} -> {x}", "a*B*C*D") if backward else (
+                f"{x}, {meant} -> {each}, {meant}", "A*B;B")
         else:
             dims, algebra = (f"{each}, {x}, {meant}, c! -> {x}", "a*B*C*d") if backward else (
                 f"{x}, {meant}, c! -> {each}", "A*B*c")
-        of = rule(dims, algebra, ndims=call.ndims, nonempty=batch)   # of no rows kernels leave a sum as it was
+        # of no rows kernels leave a sum as it was
+        of = rule(dims, algebra, ndims=call.ndims, nonempty=batch if batch == "n" else "")
         return kept_whole(of) if call["reduction"] == MEAN else of
 
     return write

@@ -268,12 +268,18 @@ def factory_like(call: Call) -> Rule:
 
     The result of a pending operand is broadcast: every rank makes the whole value.
     """
+    # no terms: the result depends on no operand, so nothing of it can be pending
+    return replace(memory_like(call), algebra=((),))
+
+
+def memory_like(call: Call) -> Rule:
+    """new_empty_strided: as `factory_like`, but the memory of a pending operand is pending. Autograd copies a gradient
+    into it whose strides are not its parameter's, and that gradient goes on waiting for its reduction."""
     src = call.shapes[0]
     out = tuple(call["size"]) if call.get("size") is not None else src
     kept = {i for i, (m, n) in enumerate(zip(src, out)) if m == n} if len(src) == len(out) else set()
     rhs = " ".join(f"d{i}" if i in kept else f"o{i}!" for i in range(len(out)))
-    # no terms: the result depends on no operand, so nothing of it can be pending
-    return replace(rule(f"{' '.join(dim_labels(len(src)))} -> {rhs}"), algebra=((),))
+    return rule(f"{' '.join(dim_labels(len(src)))} -> {rhs}", "a")
 
 
 @regardless_of_size

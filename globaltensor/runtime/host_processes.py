@@ -81,6 +81,13 @@ def process_state(process: ProcessId) -> str:
     return STOPPED if stat[0] in "Tt" else RUNS
 
 
+def times_it_paused(process: ProcessId) -> bytes:
+    """How often the main thread has given up its core, as the kernel writes it: the same for as long as it is stopped,
+    another once it has run in between."""
+    lines = _kernel_text(f"/proc/{process.pid}/status").splitlines()
+    return b"".join(line for line in lines if b"ctxt_switches" in line)
+
+
 def _stat(pid: int) -> tuple[str, int] | None:
     """The kernel's letter for the state of a process, and when it began."""
     if not (text := _kernel_text(f"/proc/{pid}/stat")):

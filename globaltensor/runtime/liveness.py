@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from globaltensor.errors import TransportError, message_of, raised_at
 from globaltensor.runtime.codec import decode_message, encode_message
-from globaltensor.runtime.host_processes import ENDED, RUNS, STOPPED, ProcessId, process_state
+from globaltensor.runtime.host_processes import ENDED, RUNS, STOPPED, ProcessId, process_state, times_it_paused
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.process_end import at_end, is_good_exit
 from globaltensor.runtime.stacks import stack_of
@@ -77,7 +77,7 @@ class Liveness:
         self.processes = dict(processes)
         self.store, self.own = store, own            # rank
         self.lock = threading.Lock()
-        self._stopped: dict[int, tuple[float, float]] = {}           # rank -> since when, and when last seen so
+        self._stopped: dict[int, tuple[float, float, bytes]] = {}    # rank -> since when, when last seen so, its pauses
         self._beats: dict[int, tuple[int, float]] = {}               # rank -> the last beat, and when it was new
         self.heard_of: Loss | None = None            # once it was read
         self._said_end, self.process = False, os.getpid()
@@ -151,10 +151,11 @@ class Liveness:
         if state == RUNS:
             self._stopped.pop(rank, None)
             return None
-        since, seen = self._stopped.get(rank, (time_now, time_now))
-        if time_now - seen > _LOOKS:                 # this process may have been stopped itself meanwhile
-            since = time_now
-        self._stopped[rank] = since, time_now
+        pauses = times_it_paused(process)
+        since, seen, before = self._stopped.get(rank, (time_now, time_now, pauses))
+        if time_now - seen > _LOOKS or pauses != before:    # this process may have been stopped itself meanwhile,
+            since = time_now                         # or that one has run, while nobody waited for it
+        self._stopped[rank] = since, time_now, pauses
         if time_now - since < PATIENCE:
             return None
         assert state == STOPPED
