@@ -44,7 +44,7 @@ from globaltensor.layouts.recent import Recent
 from globaltensor.layouts.symbols import expected, has_symbols
 from globaltensor.op_table.line import Line, always_decomposed
 from globaltensor.op_table.variants import WriteResult, line_of, out_of_place
-from globaltensor.rules.call import Call, arguments
+from globaltensor.rules.call import Call, arguments, values_of
 from globaltensor.rules.families import of_integers
 from globaltensor.rules.language import Signature, expected_rule, fits, label_sizes
 from globaltensor.runtime.custom_ops import MADE_OF
@@ -53,8 +53,6 @@ from globaltensor.runtime.torch_internals import (
     OpOverload,
     neg_view,
     shapes_of_symbols,
-    tree_flatten,
-    tree_leaves,
     tree_map_only,
 )
 from globaltensor.runtime.world import local_ranks_of, world
@@ -111,6 +109,8 @@ def decide_by_rule(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any],
 def _for_any_float(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The arguments with nan for a float of a graph that only values tell, such as x.item(): what is decided for nan,
     which no sum of terms may be multiplied by, holds for all."""
+    if not any(type(value) is torch.SymFloat for value in values_of((*args, *kwargs.values()))):
+        return args, kwargs
     return tree_map_only(torch.SymFloat, lambda _: nan, (args, kwargs))
 
 
@@ -312,7 +312,7 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
 
     A user's mistake (shapes that do not fit, a dim out of range) raises torch's own error here, about global shapes.
     """
-    symbol = next((n for sizes in (*[own.shape + own.stride for own in operands], tree_leaves(call.values))
+    symbol = next((n for sizes in (*[own.shape + own.stride for own in operands], values_of(call.values.values()))
                    for n in sizes if type(n) is torch.SymInt), None)
     if symbol is not None:
         return _symbolic_meta(call, operands, symbol)
@@ -341,7 +341,7 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
             refuse_by_kernel(call, operands)
             raise (type(error)(text) if text != str(error) else error) from None
         result, key = of_zeros(call, operands), None
-    flat = tree_flatten(result)[0] if result is not None else []
+    flat = list(values_of((result,))) if result is not None else []
     if key is not None and all(isinstance(r, torch.Tensor) and _is_like(r, operands[0]) for r in flat):
         _alike[key] = [r.dtype for r in flat]
     return flat if all(isinstance(r, torch.Tensor) or r is None for r in flat) else None
@@ -353,7 +353,7 @@ def _symbolic_meta(call: Call, operands: list[Spec], symbol: Any) -> list[Any]:
         stand_ins = [torch.empty_strided(own.shape, own.stride, dtype=own.dtype, device=own.placement.type)
                      for own in operands]
         args, kwargs = call.arguments_with(stand_ins)
-        return tree_flatten(MADE_OF.get(call.func, call.func)(*args, **kwargs))[0]
+        return list(values_of((MADE_OF.get(call.func, call.func)(*args, **kwargs),)))
 
 
 def _meta_operand(own: Spec) -> torch.Tensor:
