@@ -170,6 +170,32 @@ def halve_the_last(optimizer, *_):
     of_groups(optimizer)[-1].data.mul_(0.5)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("way", [
+    lambda m, flat: nn.utils.vector_to_parameters(flat, m.parameters()),
+    lambda m, flat: setattr(m.weight, "data", flat[2:26].view(4, 6)),
+    lambda m, flat: setattr(m, "weight", nn.Parameter(flat[2:26].view(4, 6)))], ids=["vector", "data", "parameter"])
+def test_parameters_that_are_boxed_views_are_stepped_with_what_they_are_views_of(way, stage):
+    def stepped(model, flat, x):
+        way(model, flat)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        if stage and flat is not plain:
+            optimizer = gt.zero(optimizer, "dp", stage)
+        for _ in range(2):
+            loss_of(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*(p.detach() for p in model.parameters()), flat]
+
+    where = place(*PLACES["2 x tp 2"])
+    torch.manual_seed(SEED)
+    plain, x, model = torch.randn(28).double(), torch.randn(5, 6).double(), nn.Linear(6, 4).double()
+    flat = gt.from_full(plain, where, {"tp": S(0)})
+    got = stepped(copy.deepcopy(model).to_global(where, B), flat, gt.from_full(x, where, {"dp": S(0)}))
+    for one, want in zip(got, stepped(model, plain, x), strict=True):
+        torch.testing.assert_close(one.full_tensor(), want)
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_only_what_a_step_changes_is_gathered(stage):
     """Not what is frozen or got no gradient; but what it writes to without one, and what was written to before it."""

@@ -425,6 +425,8 @@ for how in ("mean", "sum", "none"):
          (), torch.tensor(0), draws=0.5)
     case(f"multilabel_soft_margin_loss {how}", lambda x, y, r=how: F.multilabel_soft_margin_loss(x, y, reduction=r),
          (5, 3), positive(5, 3))
+case("ctc_loss of one", lambda x: F.ctc_loss(x.log_softmax(-1), torch.tensor([1, 2]), torch.tensor(6), torch.tensor(2)),
+     (6, 3), draws=0.5)
 case("ctc_loss", lambda x: F.ctc_loss(x.log_softmax(-1), ints(3, 2, 2) + 1, torch.tensor([4, 4]), torch.tensor([2, 2])),
      (4, 2, 5), draws=0.5)
 

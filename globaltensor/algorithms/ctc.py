@@ -69,7 +69,9 @@ def _own_samples(recipe: LocalRecipe, rank: int, values: dict[str, Any], operand
     start, stop = recipe.regions[operand][rank][1]
     targets, lengths = values["targets"], values["target_lengths"]
     own = dict(values)
-    if not isinstance(lengths, Tensor):
+    if isinstance(lengths, Tensor):
+        lengths = lengths.reshape(-1)                # of one sample it may be a number
+    else:
         own["input_lengths"] = values["input_lengths"][start:stop]
     if not isinstance(lengths, Tensor) or targets.dim() == 1:
         own["target_lengths"] = lengths[start:stop]

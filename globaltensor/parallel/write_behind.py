@@ -59,7 +59,8 @@ def write_behind(tensors: Sequence[Any], targets: Sequence[Any], op: str) -> lis
 def write_redistributed(tensors: Sequence[Any], targets: Sequence[Any], op: str) -> None:
     """The same, all of it at once."""
     moves = _writes(tensors, targets)
-    if any_of_a_trace(moves):                        # there a write is an op
+    # in a trace a write is an op; and one to a boxed view has to reach what that is a view of
+    if any_of_a_trace(moves) or any(target.origin is not None for target in targets):
         foreach_copy_([*targets], redistribute(tensors, [target.spec.layout for target in targets], op))
     elif moves:
         _copy_to_targets(move_shards(moves, op), moves)
@@ -138,7 +139,8 @@ def _note_written(tensors: Sequence[Any], targets: Sequence[Any]) -> None:
 
 def _times_behind(tensors: Sequence[Any], targets: Sequence[Any]) -> dict[int, tuple[float, float]]:
     """Latency and transfer, in seconds, of those that a link carries while the program goes on, by their number."""
-    if torch_ext is None or world().single_process or any(t.traced for t in targets) or in_fake_mode():
+    if torch_ext is None or world().single_process or in_fake_mode() or any(
+            target.traced or target.origin is not None for target in targets):
         return {}
     links = [link_seconds(t.spec, target.spec.layout, world().machine) for t, target in zip(tensors, targets)]
     if not any(links):
