@@ -168,6 +168,30 @@ def test_gradients_of_other_strides_than_their_parameters_wait_too(images, weigh
     assert conv.weight.grad.stride() == plain.weight.grad.stride()
 
 
+@pytest.mark.parametrize("of", [gt.sbp.broadcast, gt.sbp.split(0)], ids=str)
+@pytest.mark.parametrize("buffer", [gt.sbp.broadcast, gt.sbp.split(0), gt.sbp.partial_sum], ids=str)
+def test_a_gradient_that_is_a_view_of_a_buffer_stays_one(buffer, of):
+    def trained(weight, flat, x):
+        weight.grad = flat[2:26].view(4, 6)
+        optimizer = torch.optim.SGD([weight], 0.1, momentum=0.9)
+        for _ in range(2):
+            (x @ weight.t()).square().mean().backward()
+            assert weight.grad.norm() > 0            # which settles gradients
+            flat.mul_(0.5)
+            optimizer.step()
+            flat.add_(1)
+            weight.grad.sub_(1)
+        return weight.detach(), flat, weight.grad
+
+    torch.manual_seed(SEED)
+    w, x, where = torch.randn(4, 6), torch.randn(5, 6), gt.placement("cpu", [0, 1])
+    want = trained(w.clone().requires_grad_(), torch.zeros(28), x)
+    flat = gt.from_full(torch.zeros(28), where, buffer)
+    got = trained(gt.from_full(w, where, of).requires_grad_(), flat, gt.from_full(x, where, gt.sbp.split(0)))
+    for one, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(one.full_tensor(), expected)
+
+
 def test_reading_one_gradient_settles_all_and_nothing_moves_again():
     where = gt.placement("cpu", [0, 1])
     _, block = pair(where, gt.sbp.broadcast)

@@ -67,6 +67,23 @@ def test_results_lie_in_memory_as_those_of_torch(norm):
         assert out.stride() == expected.stride()
 
 
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("sbp", [S(0), S(1), S(2), B], ids=str)
+def test_of_a_plain_gradient(sbp, affine):
+    generator = torch.Generator().manual_seed(SEED)
+    x, upstream = (torch.randn(4, 6, 5, generator=generator).double().requires_grad_() for _ in "xg")
+    shape, weight = (6, 5), torch.rand(6, 5).double() if affine else None
+    want = F.layer_norm(x, shape, weight)
+    ours = gt.from_full(x.detach(), place([0, 1]), sbp).requires_grad_()
+    got = F.layer_norm(ours, shape, weight)
+    for create in (True, False):
+        one, = torch.autograd.grad(got, ours, upstream, create_graph=create, retain_graph=True)
+        torch.testing.assert_close(one.full_tensor(), torch.autograd.grad(want, x, upstream, retain_graph=True)[0])
+    one, = torch.autograd.grad(torch.autograd.grad(got, ours, upstream, create_graph=True)[0], ours, upstream)
+    two, = torch.autograd.grad(torch.autograd.grad(want, x, upstream, create_graph=True)[0], x, upstream)
+    torch.testing.assert_close(one.full_tensor(), two)
+
+
 def test_only_statistics_are_sent():
     where, rows = place([[0, 1], [2, 3]]), 64
     x = gt.from_full(torch.randn(2 * rows, 32), where, (S(0), S(1))).requires_grad_()

@@ -421,6 +421,8 @@ for how in ("mean", "sum", "none"):
     for dims, meant in (((), 0), ((), [0]), ((4,), [2]), ((1, 3), 1)):
         case(f"multi_margin_loss {dims} {meant} {how}", lambda x, y, r=how: F.multi_margin_loss(x, y, reduction=r),
              dims, torch.tensor(meant), draws=0.5)
+    case(f"soft_margin_loss of nothing {how}",
+         lambda x, r=how: F.soft_margin_loss(x, torch.ones(3), reduction=r), (0, 3))
     case(f"multilabel_margin_loss 0d {how}", lambda x, y, r=how: F.multilabel_margin_loss(x, y, reduction=r),
          (), torch.tensor(0), draws=0.5)
     case(f"multilabel_soft_margin_loss {how}", lambda x, y, r=how: F.multilabel_soft_margin_loss(x, y, reduction=r),

@@ -302,6 +302,61 @@ def test_writes_to_memory_that_is_read(text):
         torch.testing.assert_close(x.full_tensor(), want)
 
 
+MASKS = {                                            # of a vector of bools
+    "x[x] = 0": False, "x[x] = torch.tensor(False)": False, "x.index_put_((x,), torch.tensor([False]))": False,
+    "x[x.view(6)] = 0": False, "x[~x] = x[0].clone()": False, "x[x] = x[x]": True, "x[1:][x[:-1]] = 0": True,
+    "x.index_put_((x,), torch.tensor(True), accumulate=True)": True,
+}
+
+
+@pytest.mark.parametrize("text", MASKS)
+def test_a_mask_may_be_what_it_fills(text):
+    def result(x):
+        try:
+            exec(text, {"torch": torch}, {"x": x})
+        except RuntimeError as error:
+            assert "single memory location" in str(error), text
+            return None
+        return x
+
+    mask = torch.tensor([True, False, True, True, False, True])
+    assert ((want := result(mask.clone())) is None) == MASKS[text]
+    for sbp in (S(0), B):
+        got = result(gt.from_full(mask, THREE, B).to_global(sbp=sbp))
+        assert (got is None) == MASKS[text] and (got is None or torch.equal(got.full_tensor(), want)), sbp
+
+
+WINDOWS = {
+    "unfold": lambda x: x.unfold(0, 3, 1), "as_strided": lambda x: x.as_strided((4, 3), (1, 1)),
+    "of rows": lambda x: x.view(2, 3).unfold(1, 2, 1), "turned": lambda x: x.unfold(0, 3, 1).t(),
+    "some": lambda x: x.unfold(0, 3, 1)[1:, :2], "apart": lambda x: x.as_strided((2, 2), (3, 2)),
+}
+WINDOW_WRITES = {
+    "index": lambda w: w.__setitem__(torch.tensor([0, 1]), 7.), "mask": lambda w: w.__setitem__(w > 2, 7.),
+    "masked_fill_": lambda w: w.masked_fill_(w < 2, 7.), "fill": lambda w: w.index_fill_(0, torch.tensor([1]), 7),
+    "accumulate": lambda w: w.index_put_((torch.tensor([1]),), torch.tensor(7.), accumulate=True),
+    "scatter_": lambda w: w.scatter_(0, torch.zeros_like(w[:1], dtype=torch.int64), 7.), "add_": lambda w: w.add_(1),
+    "mul_": lambda w: w.mul_(w.clone()), "fill_": lambda w: w.fill_(7), "copy_": lambda w: w.copy_(w.clone()),
+    "select": lambda w: w[0].add_(1), "relu_": lambda w: w.sub_(3).relu_(), "cumsum_": lambda w: w[1:].cumsum_(0),
+    "out": lambda w: torch.add(w[:1].clone(), 1, out=w[:1]),
+}
+
+
+@pytest.mark.parametrize("write", WINDOW_WRITES)
+@pytest.mark.parametrize("view", WINDOWS)
+def test_writes_into_windows_that_overlap(view, write):
+    """Each element has one value, whichever windows are written to."""
+    want = torch.arange(6.)
+    WINDOW_WRITES[write](WINDOWS[view](want))
+    for sbp in (S(0), P, B):
+        x = gt.from_full(torch.arange(6.), THREE, B).to_global(sbp=sbp)
+        other = x[1:]
+        assert other.sum() == 15
+        WINDOW_WRITES[write](WINDOWS[view](x))
+        assert torch.equal(x.full_tensor(), want), sbp
+        assert torch.equal(other.full_tensor(), want[1:]), sbp
+
+
 EXPANDED = {
     "one": lambda x: x.expand(3, 4)[2, 2].add_(5), "assigned": lambda x: x.expand(3, 4)[2, 2].copy_(x[0, 0] * 7),
     "filled": lambda x: x.expand(3, 4)[2].zero_(), "diagonal": lambda x: x.expand(3, 4).fill_diagonal_(7),

@@ -344,8 +344,8 @@ def _rows_of_loss(call: Call) -> int:
 
 
 def _numel(call: Call) -> int:
-    """The global number of elements."""
-    return max((math.prod(t.shape) for t in call.tensors), default=1)
+    """The global number of elements, none where operands of one element meet none."""
+    return math.prod(torch.broadcast_shapes(*(t.shape for t in call.tensors)))
 
 
 @traceable

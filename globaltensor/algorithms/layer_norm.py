@@ -15,7 +15,7 @@ import torch
 from globaltensor.algorithms.decompositions import cast, contiguous_operand
 from globaltensor.algorithms.offer import Offer, Offers, PricedBoxing, boxings_to, largest_part
 from globaltensor.algorithms.run import Run, traceable
-from globaltensor.layouts.global_like import GlobalLike
+from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Spec
 from globaltensor.layouts.sbp import Sbp, broadcast, partial_sum, split
 from globaltensor.rules.call import Call
@@ -99,9 +99,11 @@ def _scaled(run: Run, y: GlobalLike, weight: GlobalLike | None) -> GlobalLike:
 
 
 def _means(call: Call, run: Run, tensors: list[GlobalLike]) -> list[GlobalLike]:
-    """Means over the features, all reduced in one boxing."""
+    """Means over the features, all reduced in one boxing; those of a plain gradient are there."""
     means = [run(aten.mean.dim, t, _samples_and_features(call)[1], True) for t in tensors]
-    return run.redistribute(means, [t.spec.layout.without_partials for t in means], str(call.func))
+    pending = [t for t in means if is_global(t)]
+    reduced = iter(run.redistribute(pending, [t.spec.layout.without_partials for t in pending], str(call.func)))
+    return [next(reduced) if is_global(t) else t for t in means]
 
 
 @traceable

@@ -32,8 +32,10 @@ def may_hide_overlap(call: Call) -> bool:
 def refuse_overlap(call: Call) -> None:
     """Raise torch's own error for an operand that lies in the memory that is written, where kernels do not see it."""
     func, targets = call.func, written(call)
-    not_target = func in _NOT_TARGET
-    if not (not_target or func is aten.copy_.default or torch.Tag.pointwise in func.tags or foreach.is_foreach(func)):
+    fills = _fills_by_mask(call)
+    not_target = func in _NOT_TARGET and not fills
+    if not (not_target or fills or func is aten.copy_.default or torch.Tag.pointwise in func.tags
+            or foreach.is_foreach(func)):
         return
     if len(targets) != 1 or not is_global(targets[0]) or any(is_global(t) and t.traced for t in call.tensors):
         return
@@ -44,6 +46,14 @@ def refuse_overlap(call: Call) -> None:
             raise RuntimeError("unsupported operation: some elements of the input tensor and the written-to tensor "
                                "refer to a single memory location. Please clone() the tensor before performing the "
                                "operation.")
+
+
+def _fills_by_mask(call: Call) -> bool:
+    """Is it `x[mask] = number`? Torch fills there, and the mask may be x itself."""
+    if call.func is not aten.index_put_.default or call["accumulate"] or call["values"].numel() != 1:
+        return False
+    index = [i for i in call["indices"] if i is not None]
+    return len(index) == 1 and index[0].dtype in (torch.bool, torch.uint8)
 
 
 def _overlap(target: Any, other: Any, not_target: bool) -> bool:

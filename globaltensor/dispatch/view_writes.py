@@ -6,7 +6,7 @@ both look like a write in place, so gradients are torch's own business.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,14 @@ from globaltensor.layouts.layout import Spec, contiguous, lazy_bits_of
 from globaltensor.layouts.rank_regions import rank_regions
 from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import Region
-from globaltensor.layouts.view_parts import Straight, Strided, overlaps_itself, scattered_elements, straight
+from globaltensor.layouts.view_parts import (
+    Straight,
+    Strided,
+    overlaps_itself,
+    repeats_elements,
+    scattered_elements,
+    straight,
+)
 from globaltensor.rules.call import Call, arguments, written
 from globaltensor.runtime.agreement import compare_plain
 from globaltensor.runtime.meta import meta
@@ -46,6 +53,8 @@ def write_through(call: Call, run: Run) -> Any:
     if foreach.is_foreach(call.func) and len(call.values["self"]) > 1:
         return foreach.one_by_one(call, run)         # one may see what another one wrote
     views = [t for t in written(call) if is_global(t) and t.spec.copied]
+    if call.func not in _OVERWRITING and any(_base(view)[1].repeats for view in views):
+        return _write_to_whole_bases(call, run, views)
     if len(written(call)) == 1 and views[0] is call.tensors[0] and _is_elementwise(call):
         target = _Target(call.func, views[0])
         # Done on the terms of a pending sum, an op is not done on the sum. But a value that replaces the sum can be
@@ -56,14 +65,36 @@ def write_through(call: Call, run: Run) -> Any:
             return views[0] if call.func._schema.returns else None
     targets = [(_Target(call.func, view), view) for view in views]
     values = {id(view): target.value(run, str(call.func)) for target, view in targets}
-    args, kwargs = call.arguments_with([values.get(id(t), t) for t in call.tensors])
-    result = run(call.func, *args, **kwargs)
+    result = _run_on(values, views, call, run)
     for target, view in targets:
         _write_value(run, target, values[id(view)], str(call.func))
+    return result
+
+
+def _run_on(values: dict[int, Any], views: Sequence[Any], call: Call, run: Run) -> Any:
+    """Run the op on the values of views, by the ids of these; it returns the views."""
+    args, kwargs = call.arguments_with([values.get(id(t), t) for t in call.tensors])
+    result = run(call.func, *args, **kwargs)
     view_of = {id(values[id(view)]): view for view in views}
     if isinstance(result, (tuple, list)):
         return type(result)(view_of.get(id(r), r) for r in result)
     return view_of.get(id(result), result)
+
+
+def _write_to_whole_bases(call: Call, run: Run, views: Sequence[Any]) -> Any:
+    """Windows that overlap are written to as in one piece: an element of several of them has one value."""
+    wholes: dict[int, tuple[Any, Any]] = {}
+    values = {}
+    for view in views:
+        base, steps = _base_and_steps(view)
+        if id(base) not in wholes:
+            whole, = run.redistribute([base], [base.spec.layout.replicated], str(call.func))
+            wholes[id(base)] = base, run(aten.clone.default, whole)
+        values[id(view)] = _replay_views(steps, wholes[id(base)][1], run)
+    result = _run_on(values, views, call, run)
+    for base, whole in wholes.values():
+        run(aten.copy_.default, base, whole)
+    return result
 
 
 def _is_elementwise(call: Call) -> bool:
@@ -150,13 +181,15 @@ def _ranges_of(shape: Sequence[int], part: Region) -> list[tuple[int, tuple[int,
 
 class _Position(NamedTuple):
     """Where the elements of a view are in the memory of its base. `lazy_bits` ("conj", "neg") are what torch would do
-    to elements when it reads them; `line` is None where the view's dims do not run along those of the base."""
+    to elements when it reads them; `line` is None where the view's dims do not run along those of the base; `repeats`
+    tells of windows that overlap."""
 
     memory: Strided
     view: Strided
     line: Straight | None
     dtype: torch.dtype
     lazy_bits: frozenset[str]
+    repeats: bool
 
 
 # View ops from a base on: each with its arguments, lists as tuples, and which result it is.
@@ -176,15 +209,21 @@ def _without_elements(base: Spec) -> Tensor:
     return torch.empty_strided(base.shape, base.stride, dtype=base.dtype, device="meta")
 
 
-@remembered
-def _view_of_whole(base: Spec, steps: _Steps) -> _View:
-    """The view at the end of a chain, as if the base were in one piece."""
-    view = _without_elements(base)
+def _replay_views(steps: _Steps, base: Any, run: Callable[..., Any]) -> Any:
+    """The view at the end of a chain from this base on."""
+    view = base
     for func, values, nth in steps:
         names = arguments(func)
         args = [view, *[value for a, value in zip(names[1:], values) if not a.keyword]]
-        result = meta(func, args, {a.name: value for a, value in zip(names[1:], values) if a.keyword})
+        result = run(func, *args, **{a.name: value for a, value in zip(names[1:], values) if a.keyword})
         view = result[nth] if isinstance(result, (tuple, list)) else result
+    return view
+
+
+@remembered
+def _view_of_whole(base: Spec, steps: _Steps) -> _View:
+    """The view at the end of a chain, as if the base were in one piece."""
+    view = _replay_views(steps, _without_elements(base), lambda func, *args, **named: meta(func, args, named))
     at = Strided(tuple(view.shape), view.stride(), int(view.storage_offset()))
     return _View(at, view.dtype, lazy_bits_of(view))
 
@@ -197,7 +236,8 @@ def _position(base: Spec, steps: _Steps) -> _Position:
     # of what is expanded there is one in memory
     of_memory = Strided(tuple(n if step else min(n, 1) for n, step in zip(memory.shape, memory.stride())),
                         memory.stride())
-    return _Position(of_memory, view.at, straight(of_memory, view.at), view.dtype, view.lazy_bits)
+    repeats = not overlaps_itself(view.at) and repeats_elements(view.at)
+    return _Position(of_memory, view.at, straight(of_memory, view.at), view.dtype, view.lazy_bits, repeats)
 
 
 def _as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:

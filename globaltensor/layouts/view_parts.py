@@ -107,6 +107,25 @@ def overlaps_itself(of: Strided) -> bool:
     return any(n > 1 and step == 0 for n, step in zip(of.shape, of.stride))
 
 
+def repeats_elements(of: Strided) -> bool:
+    """Does one element stand for several indices, as in windows that `unfold` takes in small steps?"""
+    reach = 0
+    for step, n in sorted((step, n) for n, step in zip(of.shape, of.stride) if n > 1):
+        if step <= reach:                            # maybe: looked for in what they are
+            places = _offsets_in_memory(of._replace(offset=0))
+            return places.unique().numel() < places.numel()
+        reach += (n - 1) * step
+    return False
+
+
+def _offsets_in_memory(of: Strided) -> Tensor:
+    """Where each element is in memory."""
+    place = torch.tensor(of.offset, device="cpu")
+    for n, step in zip(of.shape, of.stride):
+        place = place.unsqueeze(-1) + torch.arange(n, device="cpu") * step
+    return place
+
+
 def straight(base: Strided, view: Strided) -> Straight | None:
     """The view's dims as they run along those of the base; None where they do not."""
     if overlaps_itself(base):
@@ -134,9 +153,7 @@ def straight(base: Strided, view: Strided) -> Straight | None:
 def scattered_elements(base: Strided, view: Strided, region: Region) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Which elements of the view lie in a region of the base, as a mask; and of all elements, their indices in the
     shard that holds it, which mean something where the mask is set."""
-    place = torch.tensor(view.offset - base.offset, device="cpu")
-    for n, step in zip(view.shape, view.stride):
-        place = place.unsqueeze(-1) + torch.arange(n, device="cpu") * step
+    place = _offsets_in_memory(view._replace(offset=view.offset - base.offset))
     inside = torch.ones_like(place, dtype=torch.bool)
     index = [torch.zeros_like(place)] * len(base.shape)
     for d in _outermost_first(base):

@@ -36,8 +36,10 @@ def method(x: torch.Tensor, gradient: Any = None, retain_graph: bool | None = No
     backward(x, gradient, retain_graph, create_graph, inputs=inputs)
 
 
-def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     """torch.autograd.grad, with tensors named by their edges in the graph."""
+    if type(inputs) is dict:
+        return dict(zip(inputs, grad(outputs, tuple(inputs.values()), grad_outputs, *args, **kwargs)))
     how = dict(_GRAD.bind(outputs, inputs, grad_outputs, *args, **kwargs).arguments)
     outs, ins = _sequence(how.pop("outputs")), _sequence(how.pop("inputs"))
     seeds, zeros = how.pop("grad_outputs"), how.pop("materialize_grads", False)

@@ -196,7 +196,7 @@ def _accumulated(leaf: Any) -> bool:
         with torch.no_grad():
             grad = torch.zeros_like(leaf) + grad
         set_raw(leaf, grad)
-    if type(grad) is not type(leaf):
+    if type(grad) is not type(leaf) or grad._is_view():              # a view of the program's buffer goes on to be one
         return False
     notes = _noted(leaf)
     dst = notes.layout_of(leaf)
