@@ -367,7 +367,7 @@ def _classes(recipe: LocalRecipe) -> tuple[int, int]:
 
 def _no_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
     """What a rank without classes adds to the loss and to the weight: nothing."""
-    return x.new_zeros(target.shape if reduction == 0 else ()), x.new_zeros(())
+    return x.new_zeros(target.shape if reduction == 0 and x.dim() > 1 else ()), x.new_zeros(())
 
 
 # These do what the op does where no axis cuts this label.
