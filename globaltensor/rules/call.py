@@ -26,7 +26,7 @@ class Argument(NamedTuple):
 
 def values_of(arguments: Iterable[Any]) -> Iterator[Any]:
     """The values of arguments or results of an op, those of lists one by one: no schema has lists of lists. (Torch's
-    `tree_leaves` takes ten times as long.)"""
+    `tree_leaves` takes many times as long.)"""
     for value in arguments:
         if isinstance(value, (list, tuple)):
             yield from value
