@@ -23,8 +23,14 @@ from torch import nn
 
 from globaltensor.errors import ShapeError
 from globaltensor.layouts.placement import placement
+from globaltensor.pipelining.earlier_grads import restore, set_aside
 from globaltensor.pipelining.kept_buffers import Buffers, buffers_left_alone, buffers_of
-from globaltensor.pipelining.split_backward import backward_full, backward_input, backward_weight
+from globaltensor.pipelining.split_backward import (
+    backward_full,
+    backward_input,
+    backward_weight,
+    has_backward_hooks,
+)
 from globaltensor.pipelining.stage_comm import (
     PREFETCHED,
     ActivationBundle,
@@ -99,6 +105,7 @@ class PipelineStep:
         self.events: list[Event] = []
         self.backwards_left = [schedule.micro_batches] * schedule.stages
         self.earlier_grads: dict[int, list[tuple[Any, Any]]] = {}    # by stage, gradients from before this step
+        self.modules: dict[int, list[nn.Module]] = {}                # of stages, as they are listed while it runs
         if inputs:
             for j, (tensors, seed) in enumerate(zip(inputs, seeds)):
                 state = torch.Generator().manual_seed(seed).get_state()
@@ -110,7 +117,9 @@ class PipelineStep:
         """Run the lists of these ranks of the schedule: all of them, or one."""
         for stage in (s for rank in ranks for s in self.schedule.stages_of[rank]) if self.train else ():
             # A stage's sum over micro-batches is reduced on its own; what was there before must not be reduced again.
-            self.earlier_grads[stage] = gradients.set_aside(self.model.parameters.reduced_by_stage(stage))
+            # Hooks may read and change that: it stays, and costs a reduction per micro-batch.
+            leaves = [] if self._has_hooks(stage) else self.model.parameters.reduced_by_stage(stage)
+            self.earlier_grads[stage] = set_aside(leaves)
         try:
             # Gradients that ZeRO splits early are not sent once a micro-batch where other stages would wait for it.
             with gradients.no_early_reduction() if self.schedule.stages > 1 else nullcontext():
@@ -123,7 +132,7 @@ class PipelineStep:
         finally:                                     # where a stage raised, its gradients from before are still aside
             with uncoordinated():
                 for before in self.earlier_grads.values():
-                    gradients.restore(before)
+                    restore(before)
         assert not (self.saved or self.inbox or self.outbox or self.posted), "a checked schedule leaves nothing behind"
 
     def _run_all_lists(self) -> None:
@@ -165,7 +174,7 @@ class PipelineStep:
         leaves = [] if self.backwards_left[stage] else self.model.parameters.reduced_by_stage(stage)
         if leaves:                                   # after the stage's last backward, while other stages are at work
             gradients.reduce_pending(leaves)
-            gradients.restore(self.earlier_grads.pop(stage))
+            restore(self.earlier_grads.pop(stage))
             self.events.append(Event(rank, stage, "R", mb, ended, time.perf_counter()))
 
     # ------------------------------------------------------------------------------------------ between the stages
@@ -256,9 +265,18 @@ class PipelineStep:
 
     def _backward_input(self, stage: int, mb: int) -> None:
         saved, grads = self._resume(stage, mb)
-        input_grads, saved.deferred = backward_input(saved.outputs, grads, saved.inputs)
+        if self._has_hooks(stage):
+            input_grads = backward_full(saved.outputs, grads, saved.inputs)
+        else:
+            input_grads, saved.deferred = backward_input(saved.outputs, grads, saved.inputs)
         self._pass_back(stage, mb, input_grads)
         saved.outputs, saved.inputs = (), []         # frees the graph: W needs the deferred products only
+
+    def _has_hooks(self, stage: int) -> bool:
+        """Do hooks of users, which may come at any time, run within the backward pass of this stage?"""
+        if stage not in self.modules:
+            self.modules[stage] = list(self.model.stages[stage].modules())
+        return has_backward_hooks(self.modules[stage])
 
     def _backward_weight(self, stage: int, mb: int) -> None:
         backward_weight(self.saved.pop((stage, mb)).deferred)

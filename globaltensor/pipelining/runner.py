@@ -206,12 +206,13 @@ class PipelineRunner:
                           passed. Without a loss function, targets are such an input, called so
 
         Collective. Raises ShapeError and ArgumentError for a batch that cannot be cut, GlobalTensorError for one that
-        requires a gradient, DisagreementError for plain tensors that differ, and StageError where a stage or the loss
-        fails on the first inputs of their kind: on every rank. What a stage raises later, its own ranks raise; others
-        raise TransportError or DisagreementError once these have ended or gone on. Gradients of before the step stay,
-        and what its backward passes have added.
+        requires a gradient, DisagreementError for plain tensors that differ, and StageError for a hook on a parameter
+        that stages share, or where a stage or the loss fails on the first inputs of their kind: on every rank. What a
+        stage raises later, its own ranks raise; others raise TransportError or DisagreementError once these have ended
+        or gone on. Gradients of before the step stay, and what its backward passes have added.
         """
         targets, named = self._who_takes(targets, named)
+        self.model.parameters.check_hooks()
         with lineage.paused():
             return self._total(self._run(inputs, targets, named, True, self.schedule))
 

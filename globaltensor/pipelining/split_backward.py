@@ -5,15 +5,21 @@ Parallelism", arXiv:2401.10241). Half the cost of a backward pass are matrix pro
 linear layer, dy x w leads on to the input, dy.T x ends at the weight. The first part is a backward pass that records
 products of the latter kind instead of computing them; the second part computes them. So nothing is computed twice, and
 gradients of weights that are not such products (norms, biases, embeddings, convolutions) come with the first part.
+
+Hooks of users are called once per backward pass, with whole gradients, and may read and change what has been
+accumulated before: in one pass in the order of plain torch. So a stage with such hooks runs its backward pass in one
+piece, all of it where the first part stands.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from globaltensor.runtime.custom_ops import contract
+from globaltensor.runtime.torch_internals import BACKWARD_HOOKS_OF_ALL_MODULES
 from globaltensor.tensors import backward, gradients
 from globaltensor.tensors.products import DeferredGrad, defer_weight_grads
 
@@ -25,6 +31,13 @@ def backward_full(outputs: Sequence[torch.Tensor], grads: Sequence[Any], inputs:
     if pairs:
         backward.backward([y for y, _ in pairs], [g for _, g in pairs])
     return [None if x is None else gradients.raw_grad(x) for x in inputs]
+
+
+def has_backward_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Do hooks of users, on these modules or their parameters or on all modules, run within a backward pass?"""
+    return any(BACKWARD_HOOKS_OF_ALL_MODULES) or any(
+        module._backward_hooks or module._backward_pre_hooks or any(
+            p is not None and gradients.has_hooks(p) for p in module._parameters.values()) for module in modules)
 
 
 def backward_input(outputs: Sequence[torch.Tensor], grads: Sequence[Any],

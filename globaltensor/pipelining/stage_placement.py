@@ -109,6 +109,7 @@ class StageParameters:
     def __init__(self, stages: Sequence[nn.Module], placements: Sequence[placement]) -> None:
         self.stages, self.placements = stages, placements
         self.replicas: list[dict[int, Replica]] = [{} for _ in stages]      # by stage, by id of the original
+        self.uses: dict[int, tuple[str, Any, list[int]]] = {}    # by id of a tensor: a name, itself, and its stages
         with ExitStack() as stack:
             for module in stages:
                 stack.enter_context(weights_made_again(module))
@@ -126,9 +127,19 @@ class StageParameters:
                     moved[id(tensor)] = moved[id(placed)] = tensor, placed
                 placed = moved[id(tensor)][1]
                 getattr(owner, kind)[key] = placed
+                self.uses.setdefault(id(placed), (name, placed, []))[2].append(stage)
                 if placed.placement != where:
                     replica = self.replicas[stage].setdefault(id(placed), Replica(placed, _same_sbp(placed, where)))
                     replica.slots.append((owner, key))
+
+    def check_hooks(self) -> None:
+        """Raise StageError for a parameter with hooks of users that several stages share."""
+        for name, tensor, users in self.uses.values():
+            if users[0] != users[-1] and gradients.has_hooks(tensor):
+                raise StageError(f"a hook on {name}, which stages {users[0]} and {users[-1]} share",
+                                 "each has a backward pass of its own: the hook would be called with parts of the "
+                                 "gradient, more than once per micro-batch",
+                                 "handle.remove() of it, and the same of its .grad after step(...)")
 
     def make_replicas(self) -> None:
         for replica in self._all_replicas():

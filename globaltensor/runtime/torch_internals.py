@@ -65,10 +65,10 @@ num_dispatch_modes: Callable[[], int] = _c._len_torch_dispatch_stack
 foreach_copy_ = torch._foreach_copy_
 storage_use_count: Callable[[int], int] = _c._storage_Use_Count     # by the storage's `_cdata`
 fused_sdp_choice = torch._fused_sdp_choice
-PRINT_OPTIONS = torch._tensor_str.PRINT_OPTS
-print_options = torch._tensor_str.printoptions
-assert_async = torch._assert_async
-traced_assert = torch._assert                        # torch.fx keeps it
+PRINT_OPTIONS, print_options = torch._tensor_str.PRINT_OPTS, torch._tensor_str.printoptions
+assert_async, traced_assert = torch._assert_async, torch._assert     # torch.fx keeps the second
+_module = torch.nn.modules.module
+BACKWARD_HOOKS_OF_ALL_MODULES: Any = _module._global_backward_hooks, _module._global_backward_pre_hooks
 functional_value = torch._from_functional_tensor     # what one stands for at the moment
 was_written_in_trace = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
 

@@ -169,6 +169,12 @@ def keep_hooks(leaf: Any) -> None:
         watch_leaf(leaf)
 
 
+def has_hooks(leaf: Any) -> bool:
+    """Have others asked to be called when the gradient of this leaf comes, or when it has been accumulated?"""
+    after = leaf._post_accumulate_grad_hooks
+    return bool(leaf._backward_hooks) or bool(after) and any(hook is not _accumulated_hook for hook in after.values())
+
+
 def _watched_natively(leaf: Any) -> bool:
     """Does native code watch this leaf, or will it? A leaf has one native hook, or any number in Python."""
     return torch_ext is not None and not leaf._post_accumulate_grad_hooks
@@ -225,25 +231,6 @@ def no_early_reduction() -> Iterator[None]:
         yield
     finally:
         _early_reduction_off.pop()
-
-
-def set_aside(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Take the settled gradients out of these leaves: pending sums are added to each other at no cost, to what is
-    settled each by a reduction of its own. `restore` adds them again."""
-    taken = [(leaf, raw_grad(leaf)) for leaf in leaves if leaf.requires_grad and raw_grad(leaf) is not None
-             and raw_grad(leaf).spec.layout is grad_layout(leaf)]
-    for leaf, _ in taken:
-        set_raw(leaf, None)
-    return taken
-
-
-def restore(taken: Iterable[tuple[Any, Any]]) -> None:
-    """Add what was set aside to what has come since, as it lies: where backward did not end it is a sum that waits."""
-    with torch.no_grad():
-        for leaf, before in taken:
-            if (grad := raw_grad(leaf)) is not None:
-                before = redistribute([before], [grad.spec.layout], "gradient")[0].add_(grad)
-            set_raw(leaf, before)
 
 
 def reduce_pending(of: Iterable[Any] | None = None, beside: Any = None) -> None:

@@ -130,6 +130,10 @@ def check_convertible(parameter: Tensor, name: str, to: type[Tensor] = GlobalTen
     if weakref.getweakrefs(parameter):
         raise GlobalTensorError(what, "a weak reference to it knows it as what it was",
                                 "module.to_global(...) before what refers to its parameters weakly is made")
+    if any(getattr(hook, "__module__", None) == torch.autograd.graph.__name__
+           for hook in (parameter._backward_hooks or {}).values()):
+        raise GlobalTensorError(what, "a hook of register_multi_grad_hook knows it as what it was, and would never run",
+                                "handle.remove(), and register_multi_grad_hook after module.to_global(...)")
     # One use is the Python object's, one that of the node that accumulates its gradient, which swap_tensors allows.
     if parameter._use_count() > 2:                   # type: ignore[attr-defined]  # not in torch's stubs
         raise GlobalTensorError(what, "a graph that waits for its backward pass has saved it as what it was",
