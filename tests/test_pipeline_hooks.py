@@ -227,6 +227,30 @@ def test_hooks_on_what_stages_share_are_refused(name, last):
     runner.step(x, y)
 
 
+class Parts(nn.Module):
+    """A model whose parts torch.fx would take apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = Layer(), Layer(), Layer()
+
+    def forward(self, x):
+        return self.third(self.second(self.first(x)))
+
+
+@pytest.mark.parametrize("hooks", [behind_modules, before_modules])
+def test_modules_with_backward_hooks_are_not_taken_apart(hooks):
+    """Nor are those with hooks around their forward pass."""
+    model = Parts().double()
+    plain, log = copy.deepcopy(model), Log()
+    x, y = torch.randn(2, 8, 6, dtype=torch.float64)
+    want = by_hand(list(plain.children()), hooks, x, y, 4)
+    handles = list(hooks(list(model.children()), log))
+    runner = gt.pipeline(model, [gt.placement("cpu", [r]) for r in range(2)], "1f1b", 4, F.mse_loss)
+    two_steps(list(model.children()), lambda *_: handles, lambda: runner.step(x, y), log)
+    same(list(model.children()), list(plain.children()), log, want)
+
+
 @pytest.mark.parametrize("make_global", [
     lambda m: gt.to_global(m, gt.placement("cpu", [0]), gt.sbp.broadcast),
     lambda m: gt.parallelize(m, gt.placement("cpu", [0])),

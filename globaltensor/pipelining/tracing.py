@@ -95,8 +95,8 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Is this one node?"""
-        return (m in self.blocks or bool(m._forward_hooks or m._forward_pre_hooks)
-                or super().is_leaf_module(m, module_qualified_name))
+        hooks = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+        return m in self.blocks or bool(hooks) or super().is_leaf_module(m, module_qualified_name)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         """Proxies for the inputs that have no default value, or are passed nevertheless."""
