@@ -248,12 +248,50 @@ def test_where_is_the_very_line():
     assert caught.value.where.endswith(f"test_errors.py:{line}")
 
 
-def test_what_to_type_for_mixed_placements_works():
-    x, other = ones(4), ones(4, where=on(2, 3))
+def of_module(k):
+    return torch.nn.Linear(4, 4).to_global(on(k, k + 1))
+
+
+# a program of operands on two placements, by the names that the error has for them; a list may hold what is no tensor
+MIXED = {
+    "two operands": (lambda n: n["self"] + n["other"], lambda: {"self": ones(4), "other": ones(4, where=on(2, 3))}),
+    "in place": (lambda n: n["self"].add_(n["other"]), lambda: {"self": ones(4), "other": ones(4, where=on(2, 3))}),
+    "a list": (lambda n: torch.cat(n["tensors"]), lambda: {"tensors": [ones(4), ones(4), ones(4, where=on(2, 3))]}),
+    "a list with plain tensors": (lambda n: torch.stack(n["tensors"]), lambda: {
+        "tensors": [torch.ones(4), ones(4), ones(4, where=on(2, 3))]}),
+    "a mask": (lambda n: n["self"][tuple(n["indices"])], lambda: {
+        "self": ones(4), "indices": [ones(4, where=on(2, 3)) > 0]}),
+    "the second index": (lambda n: n["self"][tuple(n["indices"])], lambda: {
+        "self": ones(4, 4), "indices": [slice(None), ones(4, where=on(2, 3)) > 0]}),
+    "lists": (lambda n: torch._foreach_add(n["self"], n["other"]), lambda: {
+        "self": [ones(4), ones(2)], "other": [ones(4), ones(2, where=on(2, 3))]}),
+    "a list of parameters": (lambda n: torch._foreach_add(n["self"], [n["module"].weight]), lambda: {
+        "self": [ones(4, 4)], "module": of_module(2)}),
+    "a layer": (lambda n: n["module"](n["x"]), lambda: {"x": ones(4, 4), "module": of_module(2)}),
+    "parameters": (lambda n: n["other"].weight @ n["module"].weight, lambda: {
+        "other": of_module(0), "module": of_module(2)}),
+    "a parameter and a tensor": (lambda n: n["self"] * n["module"].weight, lambda: {
+        "self": ones(4, 4), "module": of_module(2)}),
+    "a scalar that requires grad": (lambda n: n["self"] * n["other"], lambda: {
+        "self": ones(4), "other": ones(1, where=on(2, 3))[0].requires_grad_()}),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_what_to_type_for_mixed_placements_works(name):
+    program, operands = MIXED[name]
     with pytest.raises(MixedPlacementError) as caught:
-        x + other
-    moved = eval(caught.value.fix, {"gt": gt, "other": other})
-    assert (x + moved).tolist() == [2.0] * 4
+        program(operands())
+    for typed in caught.value.fix.split(", or "):
+        typed, names = typed.partition(" for the module")[0], operands()
+        exec(f"{typed.partition('.to_global(')[0]} = {typed}", {"gt": gt}, names)
+        program(names)
+
+
+def test_plain_elements_beside_a_shared_global_number():
+    for tensors in ([torch.ones(2)], [torch.ones(2), ones(3)]):
+        got = torch._foreach_mul(tensors, ones(3, sbp=S(0)).sum())
+        assert [t.tolist() for t in got] == [[3.0] * len(t) for t in tensors]
 
 
 def test_errors_are_of_torch_s_and_python_s_kinds_too():

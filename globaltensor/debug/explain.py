@@ -160,8 +160,8 @@ def _row(decision: Decision, call: Call) -> Row:
         return Row(where(), name, home, "", "", (), *_second(contest, contest.offer), contest.offer.name,
                    str(contest.rule))
     operands = [t.spec if type(t) is GlobalTensor else spec_of_plain(t, home) for t in call.tensors]
-    boxed = ", ".join(f"{n}: {sbp_text(own.sbp)} -> {sbp_text(want.sbp)}"
-                      for n, own, want in zip(call.names, operands, decision.wants)
+    boxed = ", ".join(f"{call.operand(q)}: {sbp_text(own.sbp)} -> {sbp_text(want.sbp)}"
+                      for q, (own, want) in enumerate(zip(operands, decision.wants))
                       if want is not None and want is not own.layout)
     chosen = signature_text([(want or own.layout).sbp for own, want in zip(operands, decision.wants)],
                         [o.sbp for o in decision.outputs or () if o is not None])

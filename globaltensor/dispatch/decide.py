@@ -268,25 +268,27 @@ def _is_simple(recipe: Recipe, call: Call) -> bool:
 
 def _one_placement(cls: type[GlobalLike], call: Call) -> placement:
     """The placement that all global operands share."""
-    places: dict[placement, str] = {}
-    for t, name in zip(call.tensors, call.names):
+    places: dict[placement, int] = {}                # with the first operand on each
+    for q, t in enumerate(call.tensors):
         if type(t) is cls:
-            places.setdefault(t.spec.placement, name)
-    without = next((name for place, name in places.items() if place.type == "meta"), None)
+            places.setdefault(t.spec.placement, q)
+    without = next((q for place, q in places.items() if place.type == "meta"), None)
     if without is not None:
-        with_values = [name for t, name in zip(call.tensors, call.names) if t.dim() and not t.is_meta]
+        with_values = [q for q, t in enumerate(call.tensors) if t.dim() and not t.is_meta]
         if with_values:
             raise _without_values(call, without, with_values[0])
     if len(places) > 1:
-        raise mixed_placements(call, *list(places.items())[:2])
+        raise mixed_placements(call, *list(places.values())[:2])
     return next(iter(places))
 
 
-def _without_values(call: Call, name: str, other: str) -> MixedPlacementError:
+def _without_values(call: Call, meta: int, valued: int) -> MixedPlacementError:
+    name, other = call.operand(meta), call.operand(valued)
+    moved = "module" if isinstance(call.tensors[valued], torch.nn.Parameter) else other
     return MixedPlacementError(f"{call.func}: {name} has no values, as {other} has",
                                f"{name} is on the meta device; a model that was built there gets its memory last",
                                'gt.materialize(model), gt.load_safetensors(model, folder) or gt.load({"model": model}, '
-                               f'folder), before the model runs; for shapes alone: {other}.to("meta")')
+                               f'folder), before the model runs; for shapes alone: {moved}.to("meta")')
 
 
 def _check_written(call: Call, written: tuple[int, ...], results: list[Any]) -> None:

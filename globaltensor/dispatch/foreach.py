@@ -14,7 +14,7 @@ import torch
 from globaltensor.algorithms.run import Run
 from globaltensor.dispatch.choose import choose, layouts
 from globaltensor.dispatch.recipe import Recipe, decide_aliases, spec_of_plain, written_operands
-from globaltensor.errors import MixedPlacementError
+from globaltensor.dispatch.scalars import mixed_placements
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Spec, spec
 from globaltensor.layouts.placement import placement
@@ -164,13 +164,15 @@ def _decide_element(call: Call, tensors: list[Any], specs: tuple[Spec, ...], sha
 
 
 def _placement_of_element(cls: type[GlobalLike], call: Call, i: int, tensors: tuple[Any, ...]) -> placement:
-    """The placement that the global tensors of element i share."""
-    places = list(dict.fromkeys(t.spec.placement for t in tensors if type(t) is cls))
-    if len(places) == 1:
-        return places[0]
-    raise MixedPlacementError(f"{call.func}: element {i} mixes {', '.join(map(str, places)) or 'plain tensors'}",
-                              "the operands of one op live on one placement",
-                              f"x.to_global(gt.{places[0]}) for the others" if places else "")
+    """The placement that the global tensors of element i share; where all are plain, that of what elements share."""
+    places: dict[placement, int] = {}                # with the first operand on each
+    plain = not any(type(t) is cls for t in tensors)
+    for q, (t, slot) in enumerate(zip(call.tensors, call.slots)):
+        if type(t) is cls and slot.item == (None if plain else i):
+            places.setdefault(t.spec.placement, q)
+    if len(places) > 1:
+        raise mixed_placements(call, *list(places.values())[:2])
+    return next(iter(places))
 
 
 def _result(call: Call, lists: dict[str, list[Any]], i: int, give: Layout) -> Spec:

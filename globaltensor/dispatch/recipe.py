@@ -88,7 +88,7 @@ def written_operands(call: Call) -> tuple[int, ...]:
     names = {a.name for a in arguments(call.func) if a.written}
     written = tuple(q for q, name in enumerate(call.names) if name in names)
     for q in written:
-        check_writable(call.tensors[q], call.func, call.names[q])
+        check_writable(call.tensors[q], call.func, call.operand(q))
     return written
 
 

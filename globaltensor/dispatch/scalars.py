@@ -39,7 +39,7 @@ def bring_scalars(call: Call, run: Run) -> Any:
                                  if is_global(t) and t.spec.placement != home}
     if torch.is_grad_enabled() and (k := next((k for k, t in elsewhere.items() if t.requires_grad), None)) is not None:
         first = next(j for j, t in enumerate(call.tensors) if is_global(t) and t.spec.placement == home)
-        raise mixed_placements(call, (home, call.names[first]), (call.tensors[k].spec.placement, call.names[k]))
+        raise mixed_placements(call, first, k)
     moved = run.redistribute([*elsewhere.values()], [replicated(home)] * len(elsewhere), str(call.func))
     operands = list(call.tensors)
     for k, t in zip(elsewhere, moved):
@@ -48,8 +48,17 @@ def bring_scalars(call: Call, run: Run) -> Any:
     return run(call.func, *args, **kwargs)
 
 
-def mixed_placements(call: Call, one: tuple[placement, str], other: tuple[placement, str]) -> MixedPlacementError:
-    """The error of operands that are not on one placement; each with its name."""
-    (first, a), (second, b) = one, other
-    return MixedPlacementError(f"{call.func}: {a} is on {first}, {b} on {second}",
-                               "the operands of one op live on one placement", f"{b}.to_global(gt.{first})")
+def mixed_placements(call: Call, first: int, second: int) -> MixedPlacementError:
+    """The error of two operands that are not on one placement; each with its name."""
+    (a, b), (one, other) = map(call.operand, (first, second)), (call.tensors[q] for q in (first, second))
+    return MixedPlacementError(f"{call.func}: {a} is on {one.placement}, {b} on {other.placement}",
+                               "the operands of one op live on one placement", _fix_by_moving(a, one, b, other))
+
+
+def _fix_by_moving(a: str, one: Any, b: str, other: Any) -> str:
+    """What to type to bring one of two operands to the other. A module takes no other tensor for its parameter."""
+    to_one, to_other = f"to_global(gt.{one.placement})", f"to_global(gt.{other.placement})"
+    if not isinstance(other, torch.nn.Parameter):
+        return f"{b}.{to_one}"
+    module = f"module.{to_one} for the module of {b}"
+    return module if isinstance(one, torch.nn.Parameter) else f"{a}.{to_other}, or {module}"

@@ -110,4 +110,4 @@ def _needs_fake(call: Call, why: str) -> RuleError:
     parameters = ", ".join(a.name for a in arguments(call.func))
     return RuleError(f"{name} has a rule but no fake kernel, so the shapes of its results are not known", why,
                      f'@torch.library.register_fake("{name}")\n           def _({parameters}): return '
-                     f"torch.empty_like({call.names[0]})")
+                     f"torch.empty_like({call.operand(0)})")

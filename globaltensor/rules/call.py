@@ -131,6 +131,10 @@ class Call:
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
 
+    def operand(self, q: int) -> str:
+        """What to call operand q; a tensor of a list by its place there: tensors[1]."""
+        return self.names[q] if self.slots[q].item is None else f"{self.names[q]}[{self.slots[q].item}]"
+
     def get(self, name: str, default: Any = None) -> Any:
         """An argument that not every op has; `default` stands for a missing one, not for None."""
         return self.values.get(name, default)
