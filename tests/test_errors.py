@@ -308,6 +308,25 @@ def test_a_forbidden_boxing_moves_nothing_and_leaves_the_operands_alone():
     assert not moves and x.sbp == (S(1),) and x.sum().item() == 16
 
 
+# what is read of x in each layout of a few, on ranks that are not all
+READS = {"the whole": lambda x: x.full_tensor(), "numpy": lambda x: x.numpy(), "a list": lambda x: x.tolist(),
+         "softmax": lambda x: x.softmax(0), "a product": lambda x: x @ x, "sorted": lambda x: x.sort(0)}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("ranks, sbp", [([0, 1], S(0)), ([0, 1], B), ([0, 1], P), ([2, 3], S(1)), (range(8), S(0)),
+                                        ([[0, 1], [2, 3]], (S(0), B)), ([[0, 1], [2, 3]], (B, P))])
+def test_what_to_type_for_a_forbidden_boxing_works(ranks, sbp, read):
+    x = gt.from_full(torch.randn(8, 8), gt.placement("cpu", ranks), B).to_global(sbp=sbp)
+    try:
+        with gt.boxing("forbid"):
+            READS[read](x)
+    except BoxingError as error:
+        x = eval(error.fix.partition(" before it")[0], {"gt": gt, "x": x})
+        with gt.boxing("forbid"):
+            READS[read](x)
+
+
 @pytest.mark.parametrize("text, right", [
     ("it is a int, where a Tensor is wanted", "it is an int, where a Tensor is wanted"),
     ("a AdamW of plain parameters", "an AdamW of plain parameters"), ("a UNet cannot be cut", "a UNet cannot be cut"),

@@ -1,6 +1,8 @@
 """A global tensor prints as torch prints its value, and only what is printed is moved."""
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -44,6 +46,23 @@ def test_only_the_edges_are_moved(name):
     finally:
         torch.set_printoptions(profile="default")
     assert sum(move.bytes for move in moves) == 4 * items, moves
+
+
+@pytest.mark.parametrize("shape, options", [((), {}), ((4, 4), {}), ((50, 50), {"edgeitems": 1, "threshold": 10})])
+@pytest.mark.parametrize("sbp", [S(0), B, P], ids=str)
+def test_to_print_is_never_refused(sbp, shape, options):
+    """In a program of several processes it moves nothing, so that it costs no budget either."""
+    if not shape and sbp == S(0):
+        return
+    x = gt.from_full(torch.randn(shape), TWO, sbp)
+    try:
+        torch.set_printoptions(**options)
+        text, formatted = repr(x), f"{x}"
+        for how in ({"mode": "forbid"}, {"budget": 0}, {"mode": "warn"}):
+            with gt.boxing(**how), warnings.catch_warnings(action="error"):
+                assert repr(x) == text and f"{x}" == formatted
+    finally:
+        torch.set_printoptions(profile="default")
 
 
 def test_formats():

@@ -2,7 +2,7 @@
 
     with gt.record() as moves: step()          a list of BoxingRecord, one per boxing, in the order they happened
     print(moves)                               as a table; a notebook shows it, and each record as a picture
-    with gt.boxing("forbid"): step()           an implicit boxing that moves bytes raises BoxingError
+    with gt.boxing("forbid"): step()           an implicit boxing that moves bytes raises BoxingError; printing may
 
 A fused boxing of many tensors is one record. Both apply to backward too, which torch may run on other threads, so their
 state is global to the process.
@@ -29,6 +29,7 @@ from globaltensor.runtime.text_table import aligned
 from globaltensor.tracebacks import api_boundary
 
 EXPLICIT = "to_global"                               # the name of a boxing that the user asked for
+PRINTED = "repr"                                     # of one to print, in a single process; of several, none moves any
 
 
 class MovedTensor(NamedTuple):
@@ -232,25 +233,26 @@ def watched() -> bool:
 
 def permit(op: str, src: Layout, dst: Layout, nbytes: int) -> None:
     """Raise or warn where a `gt.boxing` block in force does not allow this boxing."""
-    if op == EXPLICIT or not nbytes:
+    if op in (EXPLICIT, PRINTED) or not nbytes:
         return
     to = sbp_text(dst.sbp) if src.placement == dst.placement and not isinstance(dst, RankRegions) else dst
     what = f"{op} needs a boxing {src} -> {to}, {nbytes:,} bytes"
     for policy in _policies:
         policy.used += nbytes
         if policy.mode == "forbid":
-            raise BoxingError(what, 'it runs inside gt.boxing("forbid")', _fix(dst))
+            raise BoxingError(what, 'it runs inside gt.boxing("forbid")', _fix(src, dst))
         if policy.budget is not None and policy.used > policy.budget:
             raise BoxingError(what, f"the block moved {policy.used:,} bytes of its budget of {policy.budget:,}",
-                              _fix(dst))
+                              _fix(src, dst))
         if policy.mode == "warn":
             warn(what)
 
 
-def _fix(dst: Layout) -> str:
+def _fix(src: Layout, dst: Layout) -> str:
     if isinstance(dst, RankRegions):
         return "another sbp for the operands"
-    return f"x.to_global(sbp={code_of(dst.sbp)}) before it, or another sbp for the operands"
+    elsewhere = "" if src.placement == dst.placement else f"gt.{dst.placement}, "
+    return f"x.to_global({elsewhere}sbp={code_of(dst.sbp)}) before it, or another sbp for the operands"
 
 
 def note(move: BoxingRecord) -> None:

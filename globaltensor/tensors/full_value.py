@@ -23,15 +23,16 @@ from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.linear_maps import LinearMap, layout_of
 
 
-def gather_full(x: GlobalLike) -> Shards:
+def gather_full(x: GlobalLike, op: str = "full_tensor") -> Shards:
     """The whole value on the first rank that each process drives."""
     here, own = world(), x.spec
-    alone = here.single_process and not watch.watched()        # whoever watches sees what many processes would move
+    # whoever watches sees what many processes would move, which print what they have
+    alone = here.single_process and (op == watch.PRINTED or not watch.watched())
     if all(s.is_broadcast for s in own.sbp) and (alone or len(own.placement.flat) == here.size):
         return x.shards
     ranks = [here.rank] if alone else range(here.size)
     everywhere = layout(placement(own.placement.type, ranks), (broadcast,))
-    return move_shards([Move(own, x.shards, everywhere, trace_order.of(x))], "full_tensor")[0]
+    return move_shards([Move(own, x.shards, everywhere, trace_order.of(x))], op)[0]
 
 
 def whole_value(x: GlobalLike) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from globaltensor.boxings.redistribute import Move, move_shards
+from globaltensor.boxings.watch import PRINTED
 from globaltensor.layouts.layout import Spec, sbp_text
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.rank_regions import rank_regions
@@ -45,7 +46,7 @@ def known_here(x: Any) -> bool:
 def known_value(x: Any) -> torch.Tensor:
     """That value, or a shard that is all of it."""
     x = x.detach()
-    return next(iter((gather_full(x) if world().single_process else x.shards).values()))
+    return next(iter((gather_full(x, PRINTED) if world().single_process else x.shards).values()))
 
 
 def _text_of_value(x: Any) -> str:
@@ -68,7 +69,7 @@ def _edges(of: Spec, shards: dict[int, torch.Tensor]) -> torch.Tensor:
     corners = list(product(*(_edge_ranges(n, count) for n in of.shape)))
     moves = [Move(of, shards, rank_regions(here, {rank: tuple(region for region, _ in corner)})) for corner in corners]
     edges = torch.zeros([min(n, 2 * count + 1) for n in of.shape], dtype=of.dtype, device="cpu")
-    for corner, moved in zip(corners, move_shards(moves, "repr")):
+    for corner, moved in zip(corners, move_shards(moves, PRINTED)):
         if volume(tuple(region for region, _ in corner)):
             edges[tuple(slice(*at) for _, at in corner)] = moved[rank].cpu()
     return edges
