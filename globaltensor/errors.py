@@ -92,6 +92,14 @@ def message_of(error: BaseException) -> str:
         return "<exception str() failed>"            # as Python says it
 
 
+def in_brief(error: BaseException) -> str:
+    """Its class and the first line of what it says; of a DataLoader's worker, that of the error there."""
+    lines = message_of(error).splitlines() or ["without a message"]
+    of_worker = re.match(r"Caught \w+ in .*worker", lines[0]) and [
+        line for line in lines if re.match(rf"([\w.]+\.)?{type(error).__name__}\b", line)]
+    return of_worker[-1] if of_worker else f"{type(error).__name__}: {lines[0]}"
+
+
 def warn(text: str, kind: type[Warning] = UserWarning) -> None:
     """A warning at the user's line, and of the user's module, which Python shows once for each line."""
     frame = _call_of_program(sys._getframe(1))
@@ -119,7 +127,7 @@ def counted(n: int, one: str, many: str = "") -> str:
 
 def with_articles(text: str) -> str:
     """`a int` becomes `an int`: what a message puts in may begin with a vowel. One letter or two may be a formula."""
-    sounds = r"(?i:(?!eu|one\b|once|uni|unet|us[aeiu]|uti)[aeiou]\w\w)"
+    sounds = r"(?i:(?!eu|one\b|once|uni|unet|url|us[aeiu]|uti)[aeiou]\w\w)"
     return re.sub(rf"(?<![\w`'\"(\[{{./\\-])a (?={sounds})", "an ", text)
 
 

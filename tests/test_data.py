@@ -472,6 +472,9 @@ def test_training_with_an_uneven_tail_gives_the_losses_of_plain_torch(ranks, nam
 # --------------------------------------------------------------------------------------------- real processes
 
 
+UNREAD = ("a sample that cannot be read", "a sample that a worker cannot read")
+
+
 @pytest.mark.processes
 def test_a_process_reads_only_its_own_samples(tmp_path):
     program = PROGRAMS / "data.py"
@@ -486,10 +489,13 @@ def test_a_process_reads_only_its_own_samples(tmp_path):
         for case, read in seen["read"].items():
             assert read == alone["expected"][case][rank], f"rank {rank}, {case}"
         for case, (kind, text) in seen["errors"].items():
-            failed = case == "a sample that cannot be read" and rank == 1
+            failed = case in UNREAD and rank == 1
             assert kind == ("ValueError" if failed else "DisagreementError"), f"rank {rank}, {case}: {text}"
             assert failed or "rank 0:" in text and "rank 1:" in text, text
-    assert "bad luck" in many[0]["errors"]["a sample that cannot be read"][1]
+    for case in UNREAD:
+        text = many[0]["errors"][case][1]
+        assert "ValueError: bad luck" in text and text.startswith("rank 1 failed, where the others go on"), text
+        assert "try:   look at that error, of the rank that had it" in text, text
 
 
 @pytest.mark.processes

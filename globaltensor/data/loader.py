@@ -26,11 +26,11 @@ import torch.utils.data
 from globaltensor.data.batch import BatchCutter
 from globaltensor.data.sampler import Batch, Sampler
 from globaltensor.data.seeding import SeededDataset, UnwrapDataset, mix, random_streams
-from globaltensor.errors import ArgumentError, DisagreementError, GlobalTensorError, counted, expect
+from globaltensor.errors import ArgumentError, DisagreementError, GlobalTensorError, counted, expect, in_brief
 from globaltensor.layouts.layout import sbp_text
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import SbpLike
-from globaltensor.runtime.agreement import Advice, agree, checking, compare_at, gather_unchecked, ranks_apart
+from globaltensor.runtime.agreement import FAILED, Advice, agree, checking, compare_at, gather_unchecked, ranks_apart
 from globaltensor.runtime.lineage import taken_back_if_it_fails
 from globaltensor.runtime.world import world
 from globaltensor.tensors.convert import has_copies, heads_of
@@ -196,7 +196,7 @@ class DataLoader:
                         sums = self._cutter.checksums(collated, total)
                 except Exception as error:           # the other ranks would wait for this one for ever
                     with suppress(GlobalTensorError):
-                        self._check_agreement(batch, [f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"])
+                        self._check_agreement(batch, [FAILED + in_brief(error)])
                     raise
                 self._check_agreement(batch, described)
                 if sums is not None:

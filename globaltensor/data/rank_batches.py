@@ -24,7 +24,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from globaltensor.data.batch import map_structure
-from globaltensor.errors import GlobalTensorError, SbpError, ShapeError
+from globaltensor.errors import GlobalTensorError, SbpError, ShapeError, in_brief
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import SbpLike, nd_sbp, split
 from globaltensor.runtime.agreement import broadcast_object, gather_objects
@@ -140,8 +140,7 @@ class RankBatches(Generic[T]):
                     batches[r] = next(iterator)
             return batches, {r: _tensors_of(batch) for r, batch in batches.items()}
         except Exception as error:                   # the other ranks would wait for this one for ever
-            text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            gather_objects({r: RankNote(None, text) for r in iterators}, self._text)
+            gather_objects({r: RankNote(None, in_brief(error)) for r in iterators}, self._text)
             raise
 
     def _exchange_notes(self, ranks: Iterable[int], tensors: Mapping[int, dict[str, torch.Tensor]]

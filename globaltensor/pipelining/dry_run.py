@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from globaltensor.boxings.watch import not_counted
+from globaltensor.errors import in_brief
 from globaltensor.pipelining.actions import PipelineStep, layouts_forward
 from globaltensor.pipelining.kept_buffers import buffers_left_alone
 from globaltensor.pipelining.stage_comm import ActivationBundle, BundleMeta, bundle, describe, move_bundle
@@ -37,8 +38,7 @@ def dry_run(step: PipelineStep, mb: int, inputs: Sequence[Any], own_stages: Sequ
                     outputs = step.call(stage, mb, received, grad=False, again=True)[1]
                 meta = bundle(outputs).meta
             except Exception as error:               # whatever a user's module raises: all processes must learn of it
-                first_line = str(error).splitlines()[0] if str(error) else "without a message"
-                failure = f"{type(error).__name__}: {first_line}"
+                failure = in_brief(error)
         outcomes = gather_objects((meta, failure), "the dry run of a pipeline")
         failure = next((error for _, error in outcomes if error), "")
         if failure:

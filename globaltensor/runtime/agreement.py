@@ -13,7 +13,7 @@ import torch
 
 from globaltensor.errors import DisagreementError, GlobalTensorError, TransportError, where
 from globaltensor.runtime.codec import decode_message, encode_message
-from globaltensor.runtime.deadlock import SAME_PROGRAM
+from globaltensor.runtime.deadlock import SAME_PROGRAM, rank_names
 from globaltensor.runtime.exchange import AGREE, BROADCAST, GATHER, exchange
 from globaltensor.runtime.memory import flat_bytes
 from globaltensor.runtime.native import torch_ext
@@ -66,6 +66,7 @@ _OTHER_CALLS = Advice("the ranks disagree about what to do", "every rank runs th
 _INCOMPLETE = Advice("only some of the ranks save a checkpoint", "all ranks save it together, each its part",
                      "gt.save(...) on every rank, not under `if gt.rank() == 0`")
 _OF_VALUES = ", of values with checksum "
+FAILED = "failed: "                                  # before an error that a rank tells the others in place of its part
 
 
 def agree(what: str, ranks: Sequence[int] | None = None, advice: Advice = _CREATE) -> None:
@@ -81,9 +82,16 @@ def agree(what: str, ranks: Sequence[int] | None = None, advice: Advice = _CREAT
     if all(torch.equal(mine, other) for other in _all_gather(mine, dict.fromkeys(ranks, 2), what, AGREE)):
         return
     texts = gather_unchecked(f"{what}   at {where()}", what, ranks)
-    advice = _advice_for(texts, advice)
+    advice = _of_failure(ranks, texts) or _advice_for(texts, advice)
     rows = "".join(f"\n    rank {r}: {text}" for r, text in zip(ranks, texts))
     raise DisagreementError(advice.what + rows, advice.why, advice.fix)
+
+
+def _of_failure(ranks: Sequence[int], texts: Sequence[str]) -> Advice | None:
+    """What to say where ranks tell of an error."""
+    failed = [r for r, text in zip(ranks, texts) if FAILED in text]
+    return Advice(f"{rank_names(failed)} failed, where the others go on", "each gives its part of what all do",
+                  "look at that error, of the rank that had it") if failed else None
 
 
 def _advice_for(texts: Sequence[str], advice: Advice) -> Advice:

@@ -77,6 +77,7 @@ def main(folder):
         errors["order"] = mistake(Samples(6), shuffle=True, seed=gt.rank())
         errors["shapes"] = mistake(Samples(6, lambda i: 3 + i))
         errors["a sample that cannot be read"] = mistake(Samples(6, luck))
+        errors["a sample that a worker cannot read"] = mistake(Samples(6, luck), num_workers=1)
     expected = {name: case[2] for name, case in CASES.items()}
     Path(folder, f"{gt.rank()}.json").write_text(json.dumps({"values": seen, "read": read, "errors": errors,
                                                              "expected": expected}))
