@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -1072,6 +1073,40 @@ def test_a_file_takes_what_a_folder_takes(tmp_path):
     with pytest.raises(CheckpointError, match="Can't pickle"):
         gt.save({"step": lambda: 4}, file)
     assert torch.load(file)["step"] == 3 and sorted(tmp_path.iterdir()) == [link, file]
+
+
+# what is called with a folder "run", a file "model.pt" and no "missing" there, its error, and what this says to type
+MISREAD = {
+    "a folder alone": (lambda: gt.load("run"), gt.ArgumentError, 'gt.load(state, "run")'),
+    "a folder, by keyword": (lambda: gt.load("run", map_location="cpu"), gt.ArgumentError, 'gt.load(state, "run")'),
+    "a folder, to a device": (lambda: gt.load(Path("run"), "cpu"), gt.ArgumentError, 'gt.load(state, "run")'),
+    "a file into a state": (lambda: gt.load({"x": 0}, "model.pt"), CheckpointError, 'gt.load("{}/model.pt")'),
+    "nothing": (lambda: gt.load("missing"), FileNotFoundError, 'gt.load(state, "folder")'),
+    "nothing, to a device": (lambda: gt.load("missing", "cpu"), FileNotFoundError, 'gt.load(state, "folder")'),
+    "no file": (lambda: gt.load("missing.pt", weights_only=True), FileNotFoundError, 'gt.load(state, "folder")'),
+    "a store alone": (lambda: gt.load("memory://x/run"), gt.ArgumentError, 'gt.load(state, "memory://x/run")'),
+    "a file in a store": (lambda: gt.load("memory://x/model.pt", "cpu"), gt.ArgumentError,
+                          'with fsspec.open("memory://x/model.pt", "rb") as file: gt.load(file)'),
+}
+
+
+@pytest.mark.parametrize("case", MISREAD)
+def test_a_file_and_a_folder_that_are_taken_for_each_other(case, tmp_path, monkeypatch):
+    call, kind, fix = MISREAD[case]
+    monkeypatch.chdir(tmp_path)
+    for target in ("run", "model.pt", "memory://x/run"):
+        gt.save({"x": 1}, target)
+    with fsspec.open("memory://x/model.pt", "wb") as file:
+        gt.save({"x": 1}, file)
+    with pytest.raises(kind) as caught:
+        call()
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    fix = fix.format(tmp_path)
+    assert f"  where: {Path(__file__).name}:" in text.replace(os.path.relpath(Path(__file__).parent) + os.sep, ""), text
+    assert fix in text.partition("  try:   ")[2], text
+    names = {"gt": gt, "fsspec": fsspec, "state": {"x": 0}, "folder": "run"}
+    exec(fix.replace('"folder"', "folder").replace("gt.load", "loaded = gt.load"), names)
+    assert names["loaded"] == {"x": 1}
 
 
 @pytest.mark.parametrize("save", [lambda model, to: gt.save_safetensors(model, to, shard_gb=1e-6),

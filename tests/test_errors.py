@@ -331,7 +331,8 @@ def test_what_to_type_for_a_forbidden_boxing_works(ranks, sbp, read):
     ("it is a int, where a Tensor is wanted", "it is an int, where a Tensor is wanted"),
     ("a AdamW of plain parameters", "an AdamW of plain parameters"), ("a UNet cannot be cut", "a UNet cannot be cut"),
     ("a union, a user, a one", "a union, a user, a one"), ("the rule a e -> a", "the rule a e -> a"),
-    ("'a int' is not an expression", "'a int' is not an expression"), ("data int", "data int")])
+    ("'a int' is not an expression", "'a int' is not an expression"), ("data int", "data int"),
+    ("a URL names a folder", "a URL names a folder")])
 def test_articles_fit_what_a_message_puts_in(text, right):
     error = gt.GlobalTensorError(text, text, text)
     assert (error.what, error.why, error.fix) == (right, right, text) and right in str(error)

@@ -127,6 +127,9 @@ def latest(directory: Folder) -> tuple[Folder, str] | None:
         line = read_regular(directory / LATEST).decode("latin-1")
     except FileNotFoundError:
         return None
+    except NotADirectoryError:
+        raise CheckpointError(f"no checkpoint in {directory}", "it is a file, and a folder is loaded into a state",
+                              f'gt.load("{directory}"), which gives what the file holds') from None
     except OSError as error:
         raise CheckpointError(f"{directory / LATEST} cannot be read", error.strerror or str(error),
                               f"name a version: load(state, '{directory}/step-...')") from None

@@ -25,11 +25,11 @@ from globaltensor.checkpoint.files import removed_on_error, temporary_name
 from globaltensor.checkpoint.loading import load_folder
 from globaltensor.checkpoint.saving import Saving, save_folder
 from globaltensor.checkpoint.tree import is_object, state_of
-from globaltensor.errors import ArgumentError, keyword_fix
+from globaltensor.errors import ArgumentError, keyword_fix, where
 from globaltensor.runtime.torch_internals import storage_id
 from globaltensor.runtime.world import rank
 from globaltensor.tensors.global_tensor import GlobalTensor
-from globaltensor.tracebacks import api_boundary
+from globaltensor.tracebacks import api_boundary, note_on_torch_error
 
 _log = logging.getLogger(__name__)
 
@@ -105,15 +105,25 @@ def load(state: Any, target: Any = None, /, **options: Any) -> Any:
     """Load a folder into a state (see `globaltensor.checkpoint.loading.load_folder`), or a file as torch.load does.
 
     A folder: collective; each rank reads its parts; raises CheckpointError on every process. A file: each process
-    reads the whole of it, and raises what torch.load raises.
+    reads the whole of it, and raises what torch.load raises; ArgumentError for a folder without a state.
     """
-    if target is not None and not _is_file(state):
+    named = isinstance(state, (str, os.PathLike))
+    file = _is_file(state, 'with fsspec.open("{}", "rb") as file: gt.load(file)')
+    if target is not None and not file and (_is_folder(target) or not named):     # else a place, as in torch.load
         _check_folder_options("load", options)
         return load_folder(state, target, **options)
-    if not isinstance(state, (str, os.PathLike)) and not hasattr(state, "read"):
+    if not named and not hasattr(state, "read"):
         raise ArgumentError(f"gt.load of a {type(state).__name__} alone", "a state is loaded from a folder, which is "
                             "named; a file of torch's is loaded by its name", 'gt.load(state, "folder")')
-    loaded = torch.load(state, **options) if target is None else torch.load(state, target, **options)
+    if not file and _is_folder(state):
+        raise ArgumentError(f"gt.load of a folder alone: {os.fspath(state)}", "a folder is loaded into a state, whose "
+                            "tensors say which rank reads what", f'gt.load(state, "{os.fspath(state)}")')
+    try:
+        loaded = torch.load(state, **options) if target is None else torch.load(state, target, **options)
+    except FileNotFoundError as error:
+        note_on_torch_error(error, f'  where: {where()}\n  try:   the name of a file of torch.save; for a folder of '
+                            'gt.save: gt.load(state, "folder")')
+        raise
     _log.info("loaded %s", state)
     return loaded
 
@@ -126,13 +136,17 @@ def _check_folder_options(name: str, options: Mapping[str, Any], *valid: str) ->
                                 f"it takes {' and '.join(valid) or 'none'}", keyword_fix(key, valid))
 
 
-def _is_file(target: Any) -> bool:
+def _is_folder(target: Any) -> bool:
+    return isinstance(target, (str, os.PathLike)) and ("://" in os.fspath(target) or os.path.isdir(target))
+
+
+def _is_file(target: Any, fix: str = 'with fsspec.open("{}", "wb") as file: gt.save(state, file)') -> bool:
     if not isinstance(target, (str, os.PathLike)):
         return hasattr(target, "write") or hasattr(target, "read")
     name = os.fspath(target)
     if "://" in name and name.endswith(SUFFIXES):
         raise ArgumentError(f"{name} as a checkpoint", "a URL names a folder, and this ends as a file of torch's does",
-                            f'with fsspec.open("{name}", "wb") as file: gt.save(state, file)')
+                            fix.format(name))
     # Mostly what is there decides. Of what is still to be written the name does.
     return not os.path.isdir(name) and (os.path.isfile(name) or name.endswith(SUFFIXES))
 
