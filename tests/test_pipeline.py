@@ -718,6 +718,13 @@ class Plain(nn.Module):
 @pytest.mark.parametrize("kind, text, build", [
     (StageError, "4 stages of 2 layers", lambda: gt.pipeline(tanhs(2), alone(4), "1f1b")),
     (StageError, "2 stages for zb-v, which has 4 on 2 ranks", lambda: gt.pipeline(list(tanhs(2)), alone(2), "zb-v")),
+    (PlacementError, "2 placements for 1 stage on 1 rank\n", lambda: gt.pipeline(nn.Linear(6, 6), alone(1) * 2)),
+    (PlacementError, "try:   1 placement; for more stages on the same ranks",
+     lambda: gt.pipeline(nn.Linear(6, 6), alone(1) * 2)),
+    (PlacementError, "try:   2 placements, or 4; for",
+     lambda: gt.pipeline(list(tanhs(4)), [*alone(2), *alone(1)], "zb-v")),
+    (StageError, "1 stage for zb-v, which has 2 on 1 rank\n", lambda: gt.pipeline([tanhs(1)], alone(1), "zb-v")),
+    (StageError, "2 stages of 1 layer\n", lambda: gt.pipeline(nn.Sequential(nn.Linear(6, 6)), alone(2))),
     (StageError, "stage 1 is an int", lambda: gt.pipeline([nn.Linear(6, 6), 3], alone(2))),
     (StageError, "a Linear cannot be cut", lambda: cut_sequence(nn.Linear(6, 6), 2)),
     (ScheduleError, "there is no schedule '1f1c'", lambda: gt.pipeline(list(tanhs(2)), alone(2), "1f1c")),

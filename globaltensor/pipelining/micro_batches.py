@@ -40,8 +40,8 @@ class MicroBatches:
         if not isinstance(batch, list):
             batch = list(zip(*(self._split(t, what) for t in (batch if isinstance(batch, tuple) else (batch,)))))
         elif len(batch) != m:
-            raise ShapeError(f"{len(batch)} {what} for {m} micro-batches", "a list has one for each of them",
-                             f"a list of {m}, or a tensor that is cut along dim 0")
+            raise ShapeError(f"{len(batch)} {what} for {counted(m, 'micro-batch', 'micro-batches')}",
+                             "a list has one for each of them", f"a list of {m}, or a tensor that is cut along dim 0")
         parts = [part if isinstance(part, tuple) else (part,) for part in batch]
         return [tuple(self._to_placement(t, where, what) for t in part) for part in parts]
 

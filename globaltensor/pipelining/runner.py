@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from globaltensor.boxings.redistribute import redistribute
-from globaltensor.errors import ArgumentError, GlobalTensorError, expect, warn
+from globaltensor.errors import ArgumentError, GlobalTensorError, counted, expect, warn
 from globaltensor.layouts.layout import spec
 from globaltensor.layouts.placement import placement
 from globaltensor.pictures.timetable_picture import Timetable
@@ -107,9 +107,9 @@ def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.Pat
     else:
         stages = as_modules(model)
     if len(stages) != plain_schedule.stages:
-        raise StageError(f"{len(stages)} stages for {plain_schedule.name}, which has {plain_schedule.stages} on "
-                         f"{plain_schedule.ranks} ranks", "each stage of the schedule is a module",
-                         f"{plain_schedule.stages} modules, or an nn.Sequential")
+        raise StageError(f"{counted(len(stages), 'stage')} for {plain_schedule.name}, which has "
+                         f"{plain_schedule.stages} on {counted(plain_schedule.ranks, 'rank')}", "each stage of the "
+                         "schedule is a module", f"{counted(plain_schedule.stages, 'module')}, or an nn.Sequential")
     parameters = StageParameters(stages, by_stage)
     return PipelineRunner(PipelineModel(stages, by_stage, parameters, loss, reduction, recompute), program, batch)
 
@@ -163,8 +163,8 @@ def _resolve_schedule(schedule: Any, ranks: int, micro_batches: int | None, chun
         raise ArgumentError(f"schedule={schedule!r}", "it is a name, a file or a Schedule", 'gt.pipeline(..., "1f1b")')
     own = schedule if isinstance(schedule, Schedule) else read_schedule(schedule)
     if micro_batches not in (None, own.micro_batches):
-        raise StageError(f"{micro_batches} micro-batches for {own.name}", f"it has {own.micro_batches}",
-                         f"micro_batches={own.micro_batches}")
+        raise StageError(f"{counted(micro_batches or 0, 'micro-batch', 'micro-batches')} for {own.name}",
+                         f"it has {own.micro_batches}", f"micro_batches={own.micro_batches}")
     return own
 
 

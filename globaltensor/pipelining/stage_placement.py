@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from globaltensor.boxings.redistribute import redistribute
-from globaltensor.errors import PlacementError
+from globaltensor.errors import PlacementError, counted
 from globaltensor.layouts.layout import Layout, layout, replicated
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
@@ -58,15 +58,18 @@ def stage_placements(schedule: Schedule, placements: Sequence[placement]) -> lis
     """The placement of each stage, from one for each stage or one for each rank of the schedule."""
     by_rank = rank_groups(placements)
     if len(by_rank) != schedule.ranks:
-        raise PlacementError(f"{len(by_rank)} placements for the {schedule.ranks} ranks of {schedule.name}",
-                             "each rank of a schedule is a placement",
-                             f"{schedule.ranks} placements without a common rank")
+        raise PlacementError(f"{counted(len(by_rank), 'placement')} for the {counted(schedule.ranks, 'rank')} of "
+                             f"{schedule.name}", "each rank of a schedule is a placement",
+                             f"{counted(schedule.ranks, 'placement')} without a common rank")
     if len(placements) == schedule.ranks:
         return [placements[rank] for rank in schedule.rank_of]
     if len(placements) != schedule.stages:
-        raise PlacementError(f"{len(placements)} placements for {schedule.stages} stages on {schedule.ranks} ranks",
-                             f"{schedule.name} has stages on ranks {' '.join(map(str, schedule.rank_of))}",
-                             f"{schedule.ranks} placements, or {schedule.stages}")
+        several = f", or {schedule.stages}" if schedule.stages != schedule.ranks else ""
+        raise PlacementError(f"{counted(len(placements), 'placement')} for {counted(schedule.stages, 'stage')} on "
+                             f"{counted(schedule.ranks, 'rank')}", f"{schedule.name} has its stages on ranks "
+                             f"{' '.join(map(str, schedule.rank_of))}, and placements of the same ranks are one of "
+                             "these", f"{counted(schedule.ranks, 'placement')}{several}; for more stages on the same "
+                             'ranks the schedule "interleaved", with chunks=2')
     for stage, (where, rank) in enumerate(zip(placements, schedule.rank_of)):
         if frozenset(where.flat) != by_rank[rank]:
             raise PlacementError(f"stage {stage} on {where}", f"{schedule.name} has it on the ranks of stage "

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from globaltensor.errors import GlobalTensorError
+from globaltensor.errors import GlobalTensorError, counted
 from globaltensor.runtime.agreement import broadcast_object
 
 
@@ -56,8 +56,8 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
     """
     n = len(costs)
     if not 1 <= stages <= n:
-        raise StageError(f"{stages} stages of {n} layers", "every stage has at least one layer",
-                         f"{n} stages or fewer, or more layers")
+        raise StageError(f"{counted(stages, 'stage')} of {counted(n, 'layer')}", "every stage has at least one layer",
+                         f"{counted(n, 'stage')} or fewer, or more layers")
     total = [0.0, *accumulate(costs)]
     if not all(isinstance(cost, (int, float)) and 0 <= cost < math.inf for cost in costs):
         raise StageError(f"layers that cost {', '.join(map(str, costs))}", "each costs a number, 0 or more",
