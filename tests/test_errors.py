@@ -344,6 +344,14 @@ def test_the_line_of_the_program_is_never_one_of_code_that_torch_writes(name):
     assert f"{Path(__file__).name}:" in found
 
 
+@pytest.mark.parametrize("name", ["transformers.trainer", "transformers.trainer_seq2seq", "accelerate.accelerator",
+                                  "lightning.pytorch.loops.fit_loop", "pytorch_lightning.trainer.trainer"])
+def test_the_line_of_the_program_is_not_one_of_a_trainer_that_runs_it(name):
+    code = compile("ask()", "/lib/site-packages/trainer.py", "eval")
+    assert f"{Path(__file__).name}:" in eval(code, {"ask": gt.errors.where, "__name__": name})
+    assert "trainer.py:1" in eval(code, {"ask": gt.errors.where, "__name__": "transformers.models.llama"})
+
+
 @pytest.mark.parametrize("ranks, names", [
     (range(64), None), (range(64, 576, 8), None), (torch.arange(1_024).reshape(2, 32, 16), ("pp", "dp", "tp")),
     (torch.arange(512, 640).reshape(16, 8), ("dp", "tp"))])
