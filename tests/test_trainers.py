@@ -103,6 +103,70 @@ def test_transformers_trainer_with_gt_zero(stage, tmp_path):
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-4)
 
 
+def trained(library, model, folder, resume=None, **more):
+    """A model after four steps, and what its trainer has logged; a checkpoint each two steps."""
+    if library is not sys.modules["transformers"]:
+        gt.parallelize(model, gt.placement("cpu", [0, 1], ("tp",)))
+    rows = torch.randint(1, 32, (8, 6), generator=torch.Generator().manual_seed(5)).tolist()
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    arguments = library.TrainingArguments(
+        folder, max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, save_steps=2,
+        use_cpu=True, report_to=[], disable_tqdm=True, dataloader_pin_memory=False, **more)
+    trainer = library.Trainer(model, arguments, train_dataset=data, eval_dataset=data)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def with_experts(seed):
+    import transformers
+
+    torch.manual_seed(seed)
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1))
+
+
+def with_adapters(seed):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = with_experts(0)
+    torch.manual_seed(seed)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+
+
+@pytest.mark.parametrize("model_of", [with_experts, with_adapters])
+def test_transformers_trainer_goes_on_with_experts_and_adapters(model_of, tmp_path):
+    """transformers' own reads fused experts by their names in the files, and leaves them as they are."""
+    import transformers
+
+    from globaltensor.trainers import huggingface
+
+    _, plain = trained(transformers, model_of(1), tmp_path / "plain")
+    trained(huggingface, model_of(1), tmp_path)
+    _, ours = trained(huggingface, model_of(2), tmp_path, resume=str(tmp_path / "checkpoint-2"))
+    assert len(plain) == 4 and ours == pytest.approx(plain, rel=1e-4)
+
+
+def test_transformers_trainer_takes_the_best_of_a_model_with_experts(tmp_path):
+    import transformers
+
+    from globaltensor.trainers import huggingface
+
+    trainer, _ = trained(huggingface, with_experts(1), tmp_path, eval_strategy="steps", eval_steps=2,
+                         load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True)
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+    saved = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "checkpoint-2").state_dict()
+    own = {name: t.full_tensor() for name, t in trainer.model.state_dict().items()}
+    torch.testing.assert_close(own, dict(saved), rtol=0, atol=0)
+
+
+def test_errors_within_a_trainer_name_the_line_of_the_program(tmp_path):
+    from globaltensor.trainers import huggingface
+
+    gt.save_safetensors(torch.nn.Linear(2, 2), tmp_path / "checkpoint-2")
+    with pytest.raises(gt.CheckpointError, match=rf"where: \S*{Path(__file__).name}:\d+"):
+        trained(huggingface, with_experts(1), tmp_path, resume=str(tmp_path / "checkpoint-2"))
+
+
 def test_what_a_trainer_cannot_do_says_what_to_type(tmp_path):
     import transformers
 

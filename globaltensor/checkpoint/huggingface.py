@@ -5,6 +5,7 @@
     model-00001-of-00002.safetensors, ...
 
 A tensor is never split between files. Tied parameters, one tensor under several names, are stored under one of them.
+Files of transformers may have other names than its models, which are read as transformers reads them (conversions.py).
 """
 from __future__ import annotations
 
@@ -15,13 +16,14 @@ import re
 import zlib
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.checkpoint.collective import collective_try
+from globaltensor.checkpoint.conversions import Conversion, fix_of_transformers, is_of_transformers, names_in_module
 from globaltensor.checkpoint.files import removed_on_error, sync, temporary_name, write_atomically
 from globaltensor.checkpoint.loading import check_fit, check_names, needed
 from globaltensor.checkpoint.manifest import CheckpointError, Entry, SavedPiece
@@ -30,9 +32,10 @@ from globaltensor.checkpoint.pieces import (
     CheckpointFiles,
     check_dtype,
     empty_copy,
+    fill_from_whole,
     need_safetensors,
 )
-from globaltensor.checkpoint.tensor_files import Place, write_tensors
+from globaltensor.checkpoint.tensor_files import write_tensors
 from globaltensor.errors import counted, expect, expect_amount, expect_path
 from globaltensor.layouts.layout import layout
 from globaltensor.layouts.placement import placement
@@ -51,55 +54,71 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*\.safetensors")    # no path: 
 M = TypeVar("M", bound=nn.Module)
 
 
+class _CheckedFolder(NamedTuple):
+    """A folder that was seen to fit a module."""
+
+    files: CheckpointFiles
+    saved: dict[str, Entry]                         # by their names in the files
+    entries: dict[str, Entry]                        # by those in the module: each is one tensor of the files
+    converted: dict[str, Entry]                      # and these are made of them
+    conversions: list[Conversion]
+
+
 @api_boundary
 def load_safetensors(module: M, folder: str | os.PathLike[str]) -> M:
     """Load the weights in `folder` into the parameters and buffers of a module, in place; collective.
 
-    Each rank reads only its parts. Values are converted to the module's dtypes, as torch's load_state_dict does. A
-    module on the meta device gets its memory first, and what no file has (buffers that are not saved) its initial
-    values. Returns the module. Raises CheckpointError, on every process and before anything is changed, where a file is
-    missing or damaged, or names or shapes do not fit.
+    Each rank reads only its parts. Values are converted to the module's dtypes, as torch's load_state_dict does. Where
+    a model of transformers has other names than its files, they are converted as its from_pretrained does: of what is
+    fused every process reads the whole, one such tensor at a time. A module on the meta device gets its memory first,
+    and what no file has (buffers that are not saved) its initial values. Returns the module. Raises CheckpointError, on
+    every process and before anything is changed, where a file is missing or damaged, or names or shapes do not fit.
     """
     expect(module, nn.Module, "weights for no module", "gt.load_safetensors(model, folder)")
     expect_path(folder, "weights from no folder", 'gt.load_safetensors(model, "folder")')
     need_safetensors()
-    files, entries = collective_try("loading safetensors", lambda: _check_folder(module, Path(folder)))
-    values = collective_try("reading safetensors", lambda: _read_weights(module, files, entries))
+    checked = collective_try("loading safetensors", lambda: _check_folder(module, Path(folder)))
+    values = collective_try("reading safetensors", lambda: _read_weights(module, checked))
     collective_try("loading safetensors", lambda: load_module(module, values))
-    _log.info("loaded %s from %s", counted(len(entries), "tensor"), folder)
+    _log.info("loaded %s from %s", counted(len(checked.entries) + len(checked.converted), "tensor"), folder)
     return module
 
 
-def _read_weights(module: nn.Module, files: CheckpointFiles, entries: dict[str, Entry]) -> dict[str, Any]:
+def _read_weights(module: nn.Module, checked: _CheckedFolder) -> dict[str, Any]:
     """Read them into what is the module's own, and into new tensors for what its state_dict makes. All of that."""
-    fill_unloaded(module, entries)
+    files, loaded = checked.files, {*checked.entries, *checked.converted}
+    fill_unloaded(module, loaded)
     own, state = ids_of_own(module), module.state_dict(keep_vars=True)
-    values = {name: empty_copy(t) if name in entries and id(t) not in own else t for name, t in state.items()}
-    files.fill((entry, values[name]) for name, entry in entries.items())
+    values = {name: empty_copy(t) if name in loaded and id(t) not in own else t for name, t in state.items()}
+    files.fill((entry, values[name]) for name, entry in checked.entries.items())
+    for conversion in checked.conversions:           # one after the other: they need memory for whole tensors
+        wholes = conversion.empty_sources(checked.saved, values, "cpu")
+        files.fill((checked.saved[name], t) for name, t in wholes.items())
+        for name, whole in conversion.values(wholes).items():
+            fill_from_whole(values[name], whole)
     return values
 
 
-def _check_folder(module: nn.Module,
-                  folder: Path) -> tuple[CheckpointFiles, dict[str, Entry]]:
+def _check_folder(module: nn.Module, folder: Path) -> _CheckedFolder:
     """All that can go wrong, before anything is changed: names, shapes, files."""
-    file_of = _weight_map(folder)
     files = CheckpointFiles(folder, links=True)
+    saved = {name: _entry_of(files, name, file) for name, file in _weight_map(folder).items()}
     own = {k: t for k, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
-    named = {id(own[name]) for name in file_of if name in own}
+    names, conversions = names_in_module(module, own, saved)
+    entries = {new: saved[name]._replace(name=new) for name, new in names.items()}
+    converted = {name: Entry(name, t.dtype, tuple(t.shape), False, ()) for conversion in conversions
+                 for name, t in conversion.values(conversion.empty_sources(saved, own, "meta")).items()}
+    both = entries | converted
+    named = {id(own[name]) for name in both if name in own}
     # a tied parameter need not be there under all of its names
-    check_names([name for name, t in own.items() if name in file_of or id(t) not in named], file_of,
-                f"the folder {folder}")
-    entries = {}
-    for name, file in file_of.items():
-        stored = _find_stored(files, name, file)
-        whole = tuple((0, n) for n in stored.shape)
-        pieces = (SavedPiece(file, name, whole, ""),) if stored.nbytes else ()
-        entries[name] = Entry(name, stored.dtype, stored.shape, False, pieces)
-        check_fit(entries[name], own[name], dtype=False)
+    check_names([name for name, t in own.items() if name in both or id(t) not in named], both, f"the folder {folder}",
+                fix=fix_of_transformers(module) if is_of_transformers(module) else "")
+    for name, entry in both.items():
+        check_fit(entry, own[name], dtype=False)
     for entry, piece, _ in needed({name: own[name] for name in entries}, entries):
         files.find(entry, piece)                     # raises where the piece is not there
     _check_tied_weights(files, entries, own)
-    return files, entries
+    return _CheckedFolder(files, saved, entries, converted, conversions)
 
 
 def _check_tied_weights(files: CheckpointFiles, entries: dict[str, Entry], own: dict[str, torch.Tensor]) -> None:
@@ -113,11 +132,13 @@ def _check_tied_weights(files: CheckpointFiles, entries: dict[str, Entry], own: 
                                   "their values differ there", "untie them, load, and decide which one to keep")
 
 
-def _find_stored(files: CheckpointFiles, name: str, file: str) -> Place:
-    stored = files.open(file).tensors.get(name)
-    if stored is None:
+def _entry_of(files: CheckpointFiles, name: str, file: str) -> Entry:
+    place = files.open(file).tensors.get(name)
+    if place is None:
         raise CheckpointError(f"{files.folder / file} has no tensor {name!r}", "the index says that it has one")
-    return stored
+    whole = tuple((0, n) for n in place.shape)
+    pieces = (SavedPiece(file, name, whole, ""),) if place.nbytes else ()
+    return Entry(name, place.dtype, place.shape, False, pieces)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

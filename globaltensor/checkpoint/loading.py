@@ -133,7 +133,7 @@ def needed(targets: dict[str, torch.Tensor], entries: dict[str, Entry]) -> Itera
                 yield entries[name], piece, part.rank
 
 
-def check_names(own: Iterable[str], saved: Iterable[str], what: str, kind: str = "tensor") -> None:
+def check_names(own: Iterable[str], saved: Iterable[str], what: str, kind: str = "tensor", fix: str = "") -> None:
     """Check that both have the same names. Raises CheckpointError with the closest ones."""
     own, saved = list(own), list(saved)
     for names, others, has, lacks in ((own, saved, "the state", what), (saved, own, what, "the state")):
@@ -144,7 +144,7 @@ def check_names(own: Iterable[str], saved: Iterable[str], what: str, kind: str =
             raise CheckpointError(f"{has} has a {kind} {extra[0]!r}, {lacks} does not",
                                   (f"the closest there: {', '.join(map(repr, near))}" if near else
                                    f"it has {', '.join(map(repr, others[:4])) or 'none'}") + more,
-                                  compiled_fix(extra[0], others)
+                                  compiled_fix(extra[0], others) or fix
                                   or "the same structure and the same model as when it was saved")
 
 

@@ -236,9 +236,7 @@ class CheckpointFiles:
             for _ in copied:
                 advance(1)
         for _, t in targets:
-            torch.autograd.graph.increment_version(t)
-            if isinstance(t, GlobalTensor):
-                note_write(t)
+            _note_filled(t)
 
     @torch.no_grad()
     def _copy(self, entry: Entry, piece: SavedPiece, common: Region, part: LocalPart) -> None:
@@ -250,6 +248,23 @@ class CheckpointFiles:
             stored, into, index = stored._replace(shape=(1,)), into.reshape(1), (slice(0, 1),)
         with self._reads_from(entry, piece) as file:
             file.copy_part(stored, index, into)
+
+
+def _note_filled(t: torch.Tensor) -> None:
+    torch.autograd.graph.increment_version(t)
+    if isinstance(t, GlobalTensor):
+        note_write(t)
+
+
+@torch.no_grad()
+def fill_from_whole(t: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy a whole tensor, which this process has, into the parts of another one that it holds."""
+    for part in local_parts(t):
+        if part.counts:
+            part.data.copy_(whole[slices(part.region, whole_region(t))])
+        else:
+            part.data.zero_()
+    _note_filled(t)
 
 
 def overlaps(entry: Entry, region: Region) -> list[tuple[SavedPiece, Region]]:

@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
-from globaltensor.checkpoint.huggingface import load_safetensors
+from globaltensor.checkpoint.huggingface import INDEX, SINGLE, load_safetensors
 from globaltensor.checkpoint.torch_files import save
 from globaltensor.errors import ArgumentError
 from globaltensor.parallel.optimizer_state import globalize_state
@@ -114,9 +114,24 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # it is Any to mypy
         gather_objects(None, "saving a checkpoint")  # nobody goes on, and ends the job, before it is whole
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        load_safetensors(self.model, resume_from_checkpoint)
+        if _has_weights(resume_from_checkpoint):
+            load_safetensors(self.model, resume_from_checkpoint)
+        else:                                        # adapters of peft, and files of torch
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if _has_weights(self.state.best_model_checkpoint):
+            load_safetensors(self.model, self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         optimizer: Any = self.optimizer
         globalize_state(getattr(optimizer, "optimizer", optimizer))          # accelerate wraps it
+
+
+def _has_weights(folder: str) -> bool:
+    """Has it a whole model's, in safetensors? transformers' own trainer reads them by their names in the files, and
+    leaves what it cannot find, such as fused experts."""
+    return any(os.path.isfile(os.path.join(folder, name)) for name in (SINGLE, INDEX))
