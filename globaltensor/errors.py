@@ -266,10 +266,16 @@ def expect(value: object, kind: type, role: str, fix: str) -> None:
                             f"it is a {type(value).__name__}, where a {kind.__name__} is wanted", fix)
 
 
+def closest(word: object, words: Iterable[str], n: int = 1, cutoff: float = 0.6) -> list[str]:
+    """Those of some words that are most like another, whatever the case of their letters; the likeliest first."""
+    by_letters = {each.lower(): each for each in words}
+    return [by_letters[each] for each in get_close_matches(str(word).lower(), by_letters, n, cutoff)]
+
+
 def keyword_fix(key: str, valid: Iterable[str], before: str = "") -> str:
     """What to type in place of a keyword (or of a name with something `before` it) that is not taken: the valid one
     that is most like it, or none."""
-    near = get_close_matches(key, valid, 1)
+    near = closest(key, valid)
     return f"{before}{near[0]}=..." if near else f"the same without {before}{key}="
 
 

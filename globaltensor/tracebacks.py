@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator
 from types import CodeType, TracebackType
 from typing import Any, TypeVar
 
-from globaltensor.errors import OURS, TORCH, GlobalTensorError
+from globaltensor.errors import OURS, TORCH, GlobalTensorError, where
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -35,10 +35,25 @@ def api_boundary(function: T) -> T:
             return function(*args, **kwargs)
         except Exception as error:
             if error.__traceback__ is not None and error.__traceback__.tb_next is None:
-                setattr(error, _OF_TORCH, True)      # the arguments did not fit, so that nothing of ours has run
+                _tell_of_arguments(error, function)  # they did not fit, so that nothing of ours has run
             fold(error)
             raise                                    # bare: the frame of this function stays out as well
     return boundary  # type: ignore[return-value]  # it takes and gives what the function does
+
+
+def _tell_of_arguments(error: Exception, function: Callable[..., Any]) -> None:
+    """Python names the argument that a call lacks, or has too much; add what the function takes, in a line."""
+    if not isinstance(error, TypeError) or not inspect.isfunction(function) or "<" in function.__qualname__:
+        setattr(error, _OF_TORCH, True)
+        return
+    name = function.__qualname__.removesuffix(".__init__")
+    taken = [p for p in inspect.signature(function).parameters.values() if p.name not in ("self", "cls")]
+    first = [p.name for p in taken if p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    named = [f"{p.name}=..." for p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+             and p.name not in first]
+    short = ", ".join([*first, *named])
+    note_on_torch_error(error, f"  where: {where()}\n  try:   {name}("
+                        f"{short if len(short) < 100 else ', '.join([*first, '...'])})")
 
 
 def _boundary_of_generator(function: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:

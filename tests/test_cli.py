@@ -65,6 +65,8 @@ def test_without_a_command_it_shows_the_commands(capsys):
 @pytest.mark.parametrize("args, text", [
     (("walk",), "there is no 'walk'; choose from new, run, ps"),
     (("simulat",), "there is no 'simulat'; did you mean 'simulate'?"),
+    (("--verison",), "--verison: did you mean --version?"),
+    (("run", "--nnode", "2"), "--nnode: did you mean --nnodes?"),
     (("bench", "--qick"), "--qick: did you mean --quick?"),
     (("plan", "--gobal-batch=8"), "--gobal-batch=8: did you mean --global-batch?"),
     (("run", "--nnode", "2", __file__), "--nnode: did you mean --nnodes?"),

@@ -3,12 +3,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from builder.definitions import definitions
 from harness import ROOT
 from test_architecture import LAYERS
 
+import globaltensor as gt
+
+AS_PRINTED = (".S", ".B", ".P")                       # which the changelog says are no names
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
@@ -30,6 +34,18 @@ def test_pages_agree_about_gpus(page):
     text = " ".join(page.read_text().split())
     said = re.findall(r"never r[ua]n on \S+ ?\S*|A GPU has never|stand-in for a device", text)
     assert all("several" in words or "cluster" in words for words in said), f"{page.name} against docs/gpu.md: {said}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_public_names_are_there(page):
+    for names in re.findall(r"(?<![\w.\"'/])gt((?:\.[A-Za-z_]\w*)+)", page.read_text()):
+        one: object = gt
+        for name in names[1:].split("."):
+            if isinstance(one, (type, ModuleType)) and names not in AS_PRINTED:
+                assert hasattr(one, name), f"{page.name}: there is no gt{names}"
+                one = getattr(one, name)
+            else:
+                break
 
 
 def test_the_design_links_what_a_newcomer_looks_for():

@@ -17,6 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import globaltensor as gt
 from globaltensor.errors import (
+    ArgumentError,
     BoxingError,
     DisagreementError,
     GlobalTensorError,
@@ -152,6 +153,17 @@ MISTAKES = {
     "a placement without sbp": (lambda: gt.ones(4, placement=on()), GlobalTensorError, "no sbp", "", "sbp="),
     "an sbp without placement": (lambda: gt.ones(4, sbp=B), GlobalTensorError, "without a placement", "", "placement="),
     "unknown axis": (lambda: ones(4, sbp={"tp": B}), SbpError, "'tp'", "its axes are dp", "axis_names="),
+    "axis in capitals": (lambda: ones(4, sbp={"DP": B}), SbpError, "'DP'", "its axes are dp", "did you mean 'dp'?"),
+    "axis of ZeRO": (lambda: gt.zero(torch.optim.SGD(mlp().to_global(on(), B).parameters()), axis="DP"), SbpError,
+                     "'DP'", "its placement has dp", "axis='dp'"),
+    "placement among values": (lambda: gt.tensor([1.0], on(), B), ArgumentError, "gt.tensor with a placement among",
+                               "by name", "gt.tensor([1.0], placement=P, sbp=gt.sbp.broadcast)"),
+    "placement among sizes": (lambda: gt.rand(6, 8, on(), B), ArgumentError, "gt.rand with a placement among",
+                              "by name", "gt.rand(6, 8, placement=P, sbp=gt.sbp.broadcast)"),
+    "placement of randint": (lambda: gt.randint(5, (3,), on(), B), ArgumentError, "gt.randint with", "by name",
+                             "gt.randint(5, (3,), placement=P, sbp=gt.sbp.broadcast)"),
+    "placement of a like": (lambda: gt.full_like(torch.ones(2), 2.0, on(), B), ArgumentError, "gt.full_like with",
+                            "by name", "gt.full_like(x, 2.0, placement=P, sbp=gt.sbp.broadcast)"),
     "split without a dim": (lambda: ones(4, sbp=S), SbpError, "not an sbp: <function split", "along a dim",
                             "did you mean gt.sbp.split(0)?"),
     "split without a dim, in a tuple": (lambda: ones(4, sbp=(S,)), SbpError, "not an sbp: <function split", "",
@@ -238,6 +250,30 @@ def test_an_error_of_another_process_names_its_own_line():
     with ProcessPoolExecutor(1, get_context("spawn")) as pool, pytest.raises(SbpError) as caught:
         pool.submit(fails).result()
     assert str(caught.value).count("where:") == 1 and "test_errors.py" in caught.value.where
+
+
+# calls whose arguments do not fit, as Python says, and what the function takes
+MISCALLED = {
+    "a loader in another order": (lambda: gt.data.DataLoader([1], on(), S(0), batch_size=1),
+                                  "DataLoader(dataset, batch_size, placement, sbp, ...)"),
+    "a loader without a placement": (lambda: gt.data.DataLoader([1], batch_size=1),
+                                     "DataLoader(dataset, batch_size, placement, sbp, ...)"),
+    "a keyword that is misspelt": (lambda: gt.placement("cpu", [0], axis_name=("dp",)),
+                                   "placement(type, ranks, axis_names=...)"),
+    "a dim by another name": (lambda: gt.sbp.split(axis=0), "split(dim)"),
+    "a placement by its place": (lambda: gt.full((2,), 1.0, on(), B), "full(size, fill_value, placement=..., sbp=..."),
+    "what is optional": (lambda: gt.normal(0.0, 1.0, (3,), on(), B), "normal(mean, std=..., size=..., placement=..."),
+    "a method": (lambda: gt.Plan.of(), "Plan.of(module, axis=..."),
+}
+
+
+@pytest.mark.parametrize("name", MISCALLED)
+def test_arguments_that_do_not_fit_are_told_what_does(name):
+    call, fix = MISCALLED[name]
+    with pytest.raises(TypeError) as caught:
+        call()
+    note, = caught.value.__notes__
+    assert re.match(r"  where: (.*/)?test_errors\.py:\d+\n  try:   ", note) and f"try:   {fix}" in note, note
 
 
 def test_where_is_the_very_line():

@@ -9,7 +9,6 @@ restored; tensors are written in place; modules with code of their own for it ar
 """
 from __future__ import annotations
 
-import difflib
 import hashlib
 import logging
 import os
@@ -35,7 +34,7 @@ from globaltensor.checkpoint.pieces import (
 )
 from globaltensor.checkpoint.remote import Folder, folder_at
 from globaltensor.checkpoint.tree import FlatState, decode, flatten, is_object, join_path
-from globaltensor.errors import compiled_fix, counted
+from globaltensor.errors import closest, compiled_fix, counted
 from globaltensor.runtime.torch_internals import has_internal_overlap
 from globaltensor.tensors.global_tensor import GlobalTensor
 
@@ -139,7 +138,7 @@ def check_names(own: Iterable[str], saved: Iterable[str], what: str, kind: str =
     for names, others, has, lacks in ((own, saved, "the state", what), (saved, own, what, "the state")):
         extra = sorted(set(names) - set(others))
         if extra:
-            near = difflib.get_close_matches(extra[0], sorted(set(others) - set(names)) or others, 3, 0.4)
+            near = closest(extra[0], sorted(set(others) - set(names)) or others, 3, 0.4)
             more = f", and {len(extra) - 1} more that are missing" if len(extra) > 1 else ""
             raise CheckpointError(f"{has} has a {kind} {extra[0]!r}, {lacks} does not",
                                   (f"the closest there: {', '.join(map(repr, near))}" if near else

@@ -49,17 +49,27 @@ class Parser(argparse.ArgumentParser):
     """A parser that suggests what was meant."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._typed = list(args or ())
         chosen, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            flags = [flag for action in self._actions for flag in action.option_strings
-                     if flag.startswith("--") and action.help != argparse.SUPPRESS]
-            near = [f"{one}: did you mean {meant[0]}?" for one in unknown if one.startswith("-") and
-                    (meant := _meant(one.partition("=")[0], flags))]
-            self.error(near[0] if near else f"there is no argument {' '.join(unknown)}\n  try: {self.prog} --help")
+            self.error(self._misspelt(unknown) or
+                       f"there is no argument {' '.join(unknown)}\n  try: {self.prog} --help")
         return chosen, unknown
+
+    def _misspelt(self, unknown: list[str]) -> str:
+        """The first of what was typed and is not known that is like a flag; else ""."""
+        flags = [flag for action in self._actions for flag in action.option_strings
+                 if flag.startswith("--") and action.help != argparse.SUPPRESS]
+        near = (f"{one}: did you mean {meant[0]}?" for one in unknown if one.startswith("-") and
+                (meant := _meant(one.partition("=")[0], flags)))
+        return next(near, "")
 
     def error(self, message: str) -> NoReturn:
         """What is wrong with the command line, and what to type. Ends the process."""
+        if "arguments are required: " in message:    # which is what comes of a flag that takes their place
+            known = [flag for action in self._actions for flag in action.option_strings]
+            unknown = [one for one in self._typed if one.partition("=")[0] not in known]
+            message = self._misspelt(unknown) or message
         message = re.sub(r"(required: .*), argument$", r"\1", message)      # a program may have none of its own
         hinted = any(hint in message for hint in ("try: ", "did you mean", "choose from"))
         super().error(message if hinted else f"{message}\n  try: {self.prog} --help")

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from globaltensor.errors import SbpError, counted
+from globaltensor.errors import SbpError, closest, counted
 from globaltensor.tracebacks import api_boundary
 
 if TYPE_CHECKING:
@@ -130,8 +130,8 @@ def nd_sbp(sbp: Any, names: Sequence[str], axes: int) -> NdSbp:
         for name in sbp:
             if name not in known:
                 raise SbpError(f"sbp names the axis {name!r}, which the placement does not have",
-                               f"its axes are {', '.join(known) or 'without names'}",
-                               "gt.placement(type, ranks, axis_names=(...))")
+                               f"its axes are {', '.join(known) or 'without names'}", f"did you mean {near[0]!r}?"
+                               if (near := closest(name, known)) else "gt.placement(type, ranks, axis_names=(...))")
         sbp = [sbp.get(name, broadcast) for name in known]
     parts = _per_axis(sbp)
     if parts is None:

@@ -27,7 +27,6 @@ the batch.
 """
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import os
 import re
@@ -38,7 +37,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from globaltensor.errors import SbpError, compiled_fix, counted, expect, expect_path
+from globaltensor.errors import SbpError, closest, compiled_fix, counted, expect, expect_path
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import Sbp, broadcast, not_an_sbp, read_sbp, split, with_axes
 from globaltensor.parallel import experts as expert_layers, grids
@@ -380,7 +379,7 @@ def _listing(names: list[str]) -> str:
 
 
 def _nearest(word: str, words: Any) -> str:
-    matches = difflib.get_close_matches(word, list(words), 3, 0.5)
+    matches = closest(word, words, 3, 0.5)
     return f"; near it: {', '.join(matches)}" if matches else ""
 
 

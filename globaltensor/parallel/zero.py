@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from globaltensor.boxings.redistribute import redistribute
-from globaltensor.errors import SbpError, expect
+from globaltensor.errors import SbpError, closest, expect
 from globaltensor.layouts.layout import Layout, Shape
 from globaltensor.layouts.sbp import split
 from globaltensor.parallel.master_params import MasterParams
@@ -244,8 +244,9 @@ def _zero_layout(p: torch.Tensor, axis: str) -> Layout | None:
                        "gt.zero(...) once for each optimizer")
     names = p.placement.names
     if axis not in names:
+        near = "".join(map(repr, closest(axis, names))) or "..."
         raise SbpError(f"a parameter of shape {list(p.shape)} has no axis {axis!r}",
-                       f"its placement has {', '.join(names) or 'axes without names'}", "axis=..., one of these")
+                       f"its placement has {', '.join(names) or 'axes without names'}", f"axis={near}, one of these")
     return split_layout(p.spec.layout, tuple(p.shape), axis)
 
 

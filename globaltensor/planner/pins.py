@@ -5,14 +5,13 @@ each other.
 """
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from globaltensor.errors import GlobalTensorError
+from globaltensor.errors import GlobalTensorError, closest
 from globaltensor.layouts.sbp import read_sbp
 from globaltensor.parallel.plan import OF_MODULES
 
@@ -66,7 +65,7 @@ def _check_against(rows: Mapping[str, Mapping[str, Any]], model: nn.Module) -> N
         fitting = [name for name in known if fnmatch.fnmatchcase(name, pattern.removesuffix(suffix))]
         if not fitting:
             raise PinError(f"the pin {pattern!r} fits no name", "it is that of a parameter, a buffer or a module",
-                           *difflib.get_close_matches(pattern, known, 1, 0.4))
+                           *closest(pattern, known, 1, 0.4))
         for name in fitting:
             for axis, how in row.items() if not suffix else ():
                 dims = tensors[name].dim()

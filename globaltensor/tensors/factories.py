@@ -28,7 +28,6 @@ import torch
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.errors import ArgumentError, GlobalTensorError, expect, keyword_fix, where
 from globaltensor.layouts.layout import Layout, Shape, spec
-from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.regions import Region
 from globaltensor.runtime import lineage, philox
 from globaltensor.runtime.agreement import agree
@@ -51,7 +50,7 @@ from globaltensor.tensors.factory_types import (
 )
 from globaltensor.tensors.flatten import called_in_graphs
 from globaltensor.tensors.global_tensor import GlobalTensor
-from globaltensor.tensors.redistribution import resolve_layout
+from globaltensor.tensors.redistribution import check_named_placement, resolve_layout
 from globaltensor.tracebacks import api_boundary, note_on_torch_error
 
 Make = Callable[[Region, torch.device], torch.Tensor]
@@ -99,10 +98,10 @@ def _without(key: str, value: Any, placement: Any) -> str:
 
 
 def _check_size(name: str, size: tuple[Any, ...], options: dict[str, Any], placement: Any) -> None:
-    without = placement is not None and not size and options.get("size") is None
-    if without or any(isinstance(n, Placement) for n in size):
-        raise ArgumentError(f"gt.{name} {'without a size' if without else 'with a placement among the sizes'}", "sizes "
-                            "come first, the rest by name", f"gt.{name}(4, placement=P, sbp=gt.sbp.broadcast)")
+    if placement is not None and not size and options.get("size") is None:
+        raise ArgumentError(f"gt.{name} without a size", "sizes come first, the rest by name",
+                            f"gt.{name}(4, placement=P, sbp=gt.sbp.broadcast)")
+    check_named_placement(name, "sizes", size)
 
 
 @contextmanager
@@ -229,6 +228,7 @@ def _from_plain(name: str, *names: str) -> Any:
 
     def factory(*args: Any, placement: Any = None, sbp: Any = None, dtype: torch.dtype | None = None,
                 requires_grad: bool = False, **options: Any) -> torch.Tensor:
+        check_named_placement(name, "values", args)
         extra = _checked(name, options, placement, sbp, *names)
         if placement is None:
             return make(*args, dtype=dtype, requires_grad=requires_grad, **extra)
@@ -359,9 +359,9 @@ def randint(*args: Any, placement: Any = None, sbp: Any = None, dtype: torch.dty
     """Integers in [low, high): randint(high, size) or randint(low, high, size), with `placement=` and `sbp=`.
 
     The numbers depend on the generator's state, on low and high, and on the elements' places in the global shape: on
-    no dtype, no layout. Collective, as gt.randn. Raises GlobalTensorError where the dtype does not hold all of
-    [low, high).
+    no dtype, no layout. Collective, as gt.randn. Raises GlobalTensorError where the dtype does not hold [low, high).
     """
+    check_named_placement("randint", "values", args)
     extra = _checked("randint", options, placement, sbp, "low", "high", "size", "generator")
     if placement is None:
         return torch.randint(*args, dtype=dtype, generator=generator, requires_grad=requires_grad, **extra)

@@ -17,7 +17,7 @@ from globaltensor.tensors import factories
 from globaltensor.tensors.factory_types import FullLike, Like, RandintLike, RandomLike
 from globaltensor.tensors.flatten import called_in_graphs
 from globaltensor.tensors.linear_maps import layout_of
-from globaltensor.tensors.redistribution import filled_in
+from globaltensor.tensors.redistribution import check_named_placement, filled_in
 from globaltensor.tracebacks import api_boundary
 
 
@@ -28,6 +28,7 @@ def _like(name: str, make: Callable[..., torch.Tensor]) -> Any:
     def factory(x: torch.Tensor, *values: Any, placement: Any = None, sbp: Any = None,
                 dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
         expect(x, torch.Tensor, f"gt.{name} of no tensor", f"gt.{name}(x, placement=placement, sbp=sbp)")
+        check_named_placement(name, "values", (x, *values))
         if placement is None and sbp is None:
             with factories.with_line():
                 return of_torch(x, *values, dtype=dtype, **options)

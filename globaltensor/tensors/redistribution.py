@@ -5,6 +5,7 @@ native dispatcher can do the boxing, its twin in C++ stands in the graph instead
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from globaltensor.boxings.redistribute import (
     move_shards,
     moves_meanwhile,
 )
-from globaltensor.errors import GlobalTensorError, SbpError
+from globaltensor.errors import ArgumentError, GlobalTensorError, SbpError
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shape, Spec, layout
 from globaltensor.layouts.placement import placement
@@ -51,6 +52,16 @@ def _read_layout(where: Any, sbp: Any, ndim: int) -> Layout:
 
 
 _on_every_axis = lru_cache(maxsize=1024)(_read_layout)
+
+
+def check_named_placement(name: str, what: str, values: Sequence[Any]) -> None:
+    """Raise ArgumentError for a placement that is not told by its name, as gt.from_full takes it."""
+    at = next((k for k, value in enumerate(values) if isinstance(value, placement)), None)
+    if at is not None:
+        texts = ["x" if isinstance(value, torch.Tensor) else repr(value) for value in values[:at]]
+        first = "".join(f"{text if len(text) < 40 else '...'}, " for text in texts)
+        raise ArgumentError(f"gt.{name} with a placement among the {what}", f"{what} come first, the rest by name",
+                            f"gt.{name}({first}placement=P, sbp=gt.sbp.broadcast)")
 
 
 def box_from(x: Any, where: Any, sbp: Any, grad_sbp: Any, wait: bool) -> Any:
