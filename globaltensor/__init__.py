@@ -23,6 +23,7 @@ import torch
 from globaltensor.checkpoint import dcp_protocol as _dcp_protocol
 from globaltensor.parallel import modules as _modules
 from globaltensor.runtime import (
+    compiler_skips as _compiler_skips,
     process_group as _process_group,  # registers the backend with torch.distributed
     start as _start,  # the world begins with the first placement
 )
@@ -194,6 +195,7 @@ else:
             home = FACE[name]
             value = (_importlib.import_module(f"{home}.{name}") if home in _ROOMS else
                      getattr(_importlib.import_module(home), name))
+            _compiler_skips.keep_compiler_out()
             globals()[name] = value
             return value
         if hasattr(torch, name):
@@ -207,5 +209,6 @@ else:
     def __dir__():
         return sorted({*FACE, "__version__", *(name for name in dir(torch) if not name.startswith("_"))})
 
+_compiler_skips.keep_compiler_out()
 if _os.environ.get("GLOBALTENSOR_AUDIT"):
     _importlib.import_module("globaltensor.debug.audit").audit_as_asked()

@@ -4,6 +4,9 @@ Oracle: the same steps in plain torch, uncompiled for values and compiled for th
 """
 from __future__ import annotations
 
+import sys
+from itertools import product
+
 import pytest
 import torch
 from harness import PROGRAMS, RUN, good
@@ -112,6 +115,77 @@ def test_a_compiled_optimizer_takes_gradients_that_are_pending(place, optimizer)
 def test_a_compiled_optimizer_under_zero(stage):
     ours, plain = check("dp", "SGD foreach", "optimizer", stage=stage)
     assert ours.counts == plain.counts and ours.counts[-1] > 0, (ours.counts, plain.counts)
+
+
+def of_matrices(p):
+    return [one for one in p if one.dim() == 2]
+
+
+STEPPED = {f"{kind.__name__} {'foreach' if foreach else 'one by one'}":
+           lambda p, kind=kind, options=options, foreach=foreach: kind(p, 0.01, foreach=foreach, **options)
+           for kind, options in [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {}), (torch.optim.AdamW, {}),
+                                 (torch.optim.RMSprop, {}), (torch.optim.Adagrad, {})] for foreach in (False, True)}
+STEPPED["Muon"] = lambda p: torch.optim.Muon(of_matrices(p), 0.01)
+TAKEN_AS = {"method": lambda optimizer: optimizer.step, "function": lambda optimizer: lambda: optimizer.step()}
+WITH_GRADIENTS = [2, 2, 1, 2, 0, 1, 2]               # so many of the layers have one, step by step
+
+
+def stepped(make, stage, backend, taken_as):
+    """The parameters after some steps, and how many graphs there were after each."""
+    torch.compiler.reset()
+    torch.manual_seed(SEED)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    where = gt.placement("cpu", *PLACES["dp"])
+    optimizer = make((gt.parallelize(layers, where, {}) if stage is not None else layers).parameters())
+    if stage:
+        gt.zero(optimizer, "dp", stage)
+    graphs, counts = [], []
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    take = TAKEN_AS[taken_as](optimizer)
+    take = torch.compile(take, backend=counted) if backend else take
+    for n in WITH_GRADIENTS:
+        x = torch.randn(4, 4)
+        layers[:n](gt.from_full(x, where, S(0)) if stage is not None else x).square().mean().backward(
+            ) if n else optimizer.zero_grad()
+        take()
+        optimizer.zero_grad()
+        counts.append(len(graphs))
+    return [p.detach().full_tensor() if stage is not None else p.detach() for p in layers.parameters()], counts
+
+
+QUICK = {("Muon", 1, "eager", "function"), ("Adam one by one", 2, "aot_eager", "method"),
+         ("RMSprop foreach", 3, "eager", "function"), ("Adagrad foreach", 2, "aot_eager", "method")}
+
+
+@pytest.mark.parametrize("name, stage, backend, taken_as", [
+    pytest.param(*case, marks=[] if case in QUICK else LONG, id=" ".join(map(str, case)))
+    for case in [*product(STEPPED, (1, 2, 3), ("eager", "aot_eager"), TAKEN_AS),
+                 ("AdamW foreach", 2, "inductor", "method")]])
+def test_compiled_optimizers_under_zero_where_gradients_are_missing_at_times(name, stage, backend, taken_as):
+    got, counts = stepped(STEPPED[name], stage, backend, taken_as)
+    want, _ = stepped(STEPPED[name], None, None, taken_as)
+    _, plain_counts = stepped(STEPPED[name], None, backend, taken_as)
+    torch.testing.assert_close(got, want, msg=f"seed {SEED}")
+    assert counts[-1] > 0, counts
+    assert all(n <= most for n, most in zip(counts, plain_counts, strict=True)), (counts, plain_counts)
+
+
+def test_one_graph_of_a_step_under_zero_is_an_error_that_says_why():
+    layer = gt.parallelize(nn.Linear(4, 4), gt.placement("cpu", *PLACES["dp"]), {})
+    optimizer = gt.zero(torch.optim.SGD(layer.parameters(), 0.1, foreach=True), "dp", 2)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="before a step of an optimizer under gt.zero"):
+        torch.compile(optimizer.step, backend="eager", fullgraph=True)()
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("real_processes")
+def test_no_function_of_the_library_is_compiled_by_itself():
+    """In a new process, in which nothing has been compiled before."""
+    assert good([sys.executable, PROGRAMS / "compiled_by_itself.py"], timeout=300).split() == ["right"]
 
 
 def test_micro_batches_of_a_compiled_model_are_reduced_once():

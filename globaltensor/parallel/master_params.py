@@ -31,7 +31,7 @@ from globaltensor.parallel.write_behind import (
 )
 from globaltensor.runtime import trace_order
 from globaltensor.runtime.memory_writes import MemoryWrites, current_version, shard_versions, watched_writes, writes_of
-from globaltensor.runtime.torch_internals import without_modes
+from globaltensor.runtime.torch_internals import end_graph, without_modes
 from globaltensor.tensors import gradients
 from globaltensor.tensors.global_tensor import GlobalTensor
 
@@ -146,6 +146,8 @@ class MasterParams:
 
         Raises GlobalTensorError where `gt.zero` was called for another optimizer of these parameters since, and for one
         whose dtype or placement is another now that its part cannot follow."""
+        end_graph("before a step of an optimizer under gt.zero, its parts and gradients are brought up to date, which "
+                  "is not an op of a graph")
         self._arrive()
         pairs = self._in_groups(optimizer)
         if wholes := {k: _WHOLE for k, (p, _) in pairs.items() if self._is_whole_newer(k, p)}:

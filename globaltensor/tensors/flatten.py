@@ -15,13 +15,10 @@ dispatch key of its own, by which products and lookups are taken before torch de
 """
 from __future__ import annotations
 
-import gc
-import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache, partial, wraps
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, wraps
 from pathlib import Path
-from types import CellType, FunctionType, MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +26,7 @@ import torch
 from globaltensor.algorithms.aliasing import value_spec
 from globaltensor.boxings.graph_merging import inductor_merges
 from globaltensor.boxings.graph_products import register_product_pass
-from globaltensor.errors import OURS, GlobalTensorError
+from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Layout, Shards, Spec, spec
 from globaltensor.layouts.placement import placement
@@ -37,13 +34,13 @@ from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.sbp import Sbp
 from globaltensor.layouts.symbols import has_symbols
 from globaltensor.runtime.agreement import compare_plain
+from globaltensor.runtime.compiler_skips import keep_compiler_out
 from globaltensor.runtime.graph_symbols import in_graph
 from globaltensor.runtime.torch_internals import (
     TRACED_KEYS,
     ExcludeDispatchKeys,
     compiling,
     is_of_a_trace,
-    leave_alone,
     let_sizes_be_symbols,
     register_graph_constant,
     register_graph_value,
@@ -79,7 +76,7 @@ def let_torch_trace(cls: Any) -> None:
         if compiling():
             if not x.traced:
                 read_for_new_graph()
-            _keep_dynamo_out(len(sys.modules))
+            keep_compiler_out()
             _register_graph_calls()
             inductor_merges()
             register_product_pass()
@@ -167,41 +164,6 @@ def _register_while_tracing() -> None:
 
 
 _register_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # which is dynamo's
-
-
-@lru_cache(1)
-def _keep_dynamo_out(modules: int) -> None:
-    """Let torch compile no function of this package by itself, as it would where the user's graph ends and the program
-    goes on: in a hook, in dispatch, in a factory. Inside the user's functions it may follow what it can. Done again
-    where there are other `modules`."""
-    for function in _package_functions():
-        leave_alone(function.__code__)
-
-
-def _package_functions() -> Iterator[FunctionType]:
-    """All that this package's modules lead to. (Of all objects, gc.get_objects hides what a program froze.)"""
-    seen: set[int] = set()
-    todo: list[Any] = [vars(module) for name, module in list(sys.modules.items()) if _is_of_package(name)]
-    while todo:
-        one = todo.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        kind = type(one)     # not isinstance, which asks a weakref.proxy of what is gone for its class, and raises
-        if kind is FunctionType:
-            if one.__code__.co_filename.startswith(OURS):
-                yield one
-            todo += [one.__closure__, vars(one)]     # not its globals: other modules' are not ours
-        elif issubclass(kind, _HOLDERS) or _is_of_package((one if issubclass(kind, type) else kind).__module__):
-            todo += gc.get_referents(one)
-
-
-_HOLDERS = (dict, list, tuple, set, frozenset, CellType, MappingProxyType, property, staticmethod, classmethod, partial,
-            cached_property, type(lru_cache(print)))
-
-
-def _is_of_package(module: object) -> bool:
-    return str(module).partition(".")[0] == __name__.partition(".")[0]
 
 
 def _nth_shard(nth: int) -> property:

@@ -33,7 +33,7 @@ from globaltensor.errors import BoxingError
 from globaltensor.layouts.layout import Layout, spec
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.this_thread import this_thread
-from globaltensor.runtime.torch_internals import TensorBase, compiling
+from globaltensor.runtime.torch_internals import TensorBase, compiling, end_graph
 from globaltensor.runtime.world import world
 
 _grad: Any = TensorBase.grad                # a descriptor of C
@@ -84,6 +84,7 @@ def _noted(leaf: Any) -> LeafGradient:
 
 def notes_of(leaf: Any) -> LeafGradient:
     """What is noted on a leaf, to be changed."""
+    end_graph("what is noted of a parameter's gradient is no tensor of a graph")
     return leaf.__dict__.setdefault(ATTRIBUTE, LeafGradient())
 
 
