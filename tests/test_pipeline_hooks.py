@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import PROGRAMS, RUN, environment, good
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
@@ -192,6 +193,12 @@ def test_hooks_of_stages_on_several_ranks(name, hooks, zero, recompute):
         gt.zero(optimizer, "dp", 3, model=model) if zero == "layer" else gt.zero(optimizer, "dp", zero)
     two_steps(stages, hooks, lambda: runner.step(x, y), log)
     same(stages, plain, log, want)
+
+
+@pytest.mark.processes
+def test_processes_with_hooks():
+    """Also of stages that other processes run it is known which parameters have gradients."""
+    good([*RUN, "-n", 4, PROGRAMS / "pipeline_hooks.py"], environment())
 
 
 def test_only_stages_with_hooks_run_their_backward_pass_in_one_piece(monkeypatch):

@@ -335,9 +335,11 @@ class PipelineRunner:
         if self._has(len(self.stages) - 1):
             results = [step.results[j] for j in range(len(step.keys))]
         if keys not in self._agreed or self._comm is None:
-            # not read by `.grad`, which would reduce what is pending
+            # not read by `.grad`, which would reduce what is pending; a hook that read it has it in the part of ZeRO
             without_grad = {(s, k) for s in own for k, p in enumerate(self.stages[s].parameters())
-                            if gradients.raw_grad(p) is None} if train else set()
+                            if gradients.raw_grad(p) is None and ((part := gradients.part_of(p)) is None
+                                                                  or gradients.raw_grad(part) is None)
+                            } if train else set()
             unused = self.model.parameters.unused(own) if train else set()
             metas = None if results is None else [
                 [y if y is None else TensorMeta(y.spec.layout, y.spec.shape, y.spec.dtype, False) for y in result]
