@@ -19,7 +19,7 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import Sbp, partial_max
 from globaltensor.layouts.symbols import has_symbols
 from globaltensor.rules.call import Call
-from globaltensor.rules.families import MEAN, SUM, dims_of, option
+from globaltensor.rules.families import MEAN, SUM, broadcast_shape, dims_of, option
 from globaltensor.runtime.agreement import compare_plain
 from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.runtime.torch_internals import call_kernel
@@ -344,8 +344,8 @@ def _rows_of_loss(call: Call) -> int:
 
 
 def _numel(call: Call) -> int:
-    """The global number of elements, none where operands of one element meet none."""
-    return math.prod(torch.broadcast_shapes(*(t.shape for t in call.tensors)))
+    """The global number of elements of operands that are broadcast to each other."""
+    return math.prod(broadcast_shape([t.shape for t in call.tensors]))
 
 
 @traceable
