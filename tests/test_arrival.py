@@ -14,12 +14,13 @@ from functools import partial
 
 import pytest
 import torch.distributed as dist
-from harness import PROGRAMS, TORCHRUN, Started, by_hand, environment, free_port, results
+from harness import PROGRAMS, PYTHON, TORCHRUN, Started, by_hand, environment, free_port, results
 
 from globaltensor.errors import TransportError
-from globaltensor.runtime import arrival, liveness, store_tree
+from globaltensor.runtime import arrival, liveness, rank_number, store_tree
 from globaltensor.runtime.host_processes import own_process
 from globaltensor.runtime.liveness import Loss
+from globaltensor.runtime.tcp_store import port_error
 
 PATIENCE = timedelta(seconds=600)
 
@@ -42,6 +43,11 @@ class Counting:
         self.messages["read", self.prefix + key, bytes(text)] += 1
         return text
 
+    def compare_set(self, key, expected, desired):
+        self.calls["set"] += 1
+        self.messages["write", self.prefix + key, bytes(desired)] += 1
+        return self.store.compare_set(self.prefix + key, expected, desired)
+
     def check(self, keys):
         self.calls["check"] += 1
         return self.store.check([self.prefix + key for key in keys])
@@ -58,6 +64,12 @@ def alone(monkeypatch):
     monkeypatch.setattr(arrival, "_end_meeting", lambda: None)
     monkeypatch.setattr(arrival, "name_start", lambda name: None)
     monkeypatch.setattr(arrival, "of_this_start", lambda store, name: store.under(name))
+
+
+@pytest.fixture
+def torchruns_store(monkeypatch):
+    """The store outlives a start, as it is not a rank that keeps it."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
 
 
 def in_threads(size, act):
@@ -135,13 +147,14 @@ def test_a_rank_of_a_large_world_has_as_few_messages_as_one_of_a_small_world(siz
     in_turns = clock.threads if size > 64 else in_threads
     assert all(told == [-rank for rank in range(size)] for told in in_turns(size, act))
     # its challenge and the answer, those of 4 children, a value each way for both gatherings, a look at 4 others
-    assert max(len(one.messages) for one in own) <= 2 + 4 * 2 + 2 * (4 + 2) + 4
+    # and of rank 0, that all have met
+    assert max(len(one.messages) for one in own) <= 2 + 4 * 2 + 2 * (4 + 2) + 4 + 1
     if size > 64:                                    # on a clock of their own, looks in vain can be counted as well
         assert max(sum(one.calls.values()) for one in own) <= 32 * math.log(size, 4)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.long) for k in range(1, 4))])
-def test_nothing_that_an_earlier_start_left_is_believed(seed):
+def test_nothing_that_an_earlier_start_left_is_believed(seed, torchruns_store):
     """Ranks come in any order to a store in which former ones left all they said, as where torchrun starts the ranks
     of several hosts again, each of which counts its own restarts."""
     store, size, names = dist.HashStore(), 7, []
@@ -163,7 +176,7 @@ def test_nothing_that_an_earlier_start_left_is_believed(seed):
     assert len(set(names)) == 4
 
 
-def test_a_rank_follows_rank_0_that_was_started_again():
+def test_a_rank_follows_rank_0_that_was_started_again(torchruns_store):
     """Where launchers of several hosts start their ranks again without a word to each other, ranks may be answered by
     one that is about to end. They follow the new one as soon as it is there."""
     store, size, began = dist.HashStore(), 2, threading.Event()
@@ -188,7 +201,7 @@ def test_whoever_notices_that_a_rank_is_gone_tells_all_who_wait():
 
     def act(rank):
         if rank == 1:
-            while not store.check([arrival._challenge_key(other) for other in range(size) if other != 1]):
+            while not store.check([arrival.challenge_key(other) for other in range(size) if other != 1]):
                 time.sleep(0.01)
             arrival._tell_of_loss(Counting(store), 1, size, arrival._ended_before({1}))
             return None
@@ -240,6 +253,47 @@ def test_ranks_that_were_started_with_other_sizes_are_told():
     assert all("rank 1 was started as one of 3 ranks, rank 0 as one of 2" in str(error) for error in told), told
 
 
+@pytest.mark.parametrize("ranks", [(0, 1, 1), (0, 0, 1), (1, 1, 2), (0, 0, 0, 0), (1, 1, 1)])
+def test_all_are_told_of_a_rank_that_is_started_twice(ranks):
+    """Whoever comes first, and whoever does not come because of it."""
+    store, size, began = dist.HashStore(), 3, time.monotonic()
+    told = in_threads(len(ranks), lambda k: arrival.meet(Counting(store), ranks[k], size, PATIENCE))
+    twice = next(rank for rank in ranks if ranks.count(rank) > 1)
+    for error in told:
+        assert f"rank {twice} was started twice: as process " in error.what and "RANK=0, RANK=1" in error.fix, told
+    assert time.monotonic() - began < 6
+
+
+@pytest.mark.parametrize("rank, text", [(0, "rank 0 was started twice"), (1, "rank 1 was started twice"),
+                                        (2, "rank 2 came when all ranks had met")])
+def test_who_comes_when_all_have_met_is_told_and_they_go_on(rank, text):
+    store, began = dist.HashStore(), time.monotonic()
+    fresh = [fresh for fresh, _ in in_threads(2, lambda r: arrival.meet(Counting(store), r, 2, PATIENCE))]
+    with pytest.raises(TransportError, match=text):
+        arrival.meet(Counting(store), rank, 2 + rank // 2, PATIENCE)
+    assert in_threads(2, lambda r: store_tree.gather_in_store(fresh[r], "seat", r, r, 2, lambda: None)) == [[0, 1]] * 2
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("process", [own_process()._replace(began=1), own_process()._replace(host="another")],
+                         ids=["here", "elsewhere"])
+def test_a_rank_that_was_killed_before_all_had_met_may_be_started_again(process, monkeypatch):
+    """As Kubernetes does, on another host too: there the process of before answers nobody."""
+    monkeypatch.setattr(rank_number, "_ANSWERING", 0.3)
+    store, key = dist.HashStore(), arrival.challenge_key(1)
+    store_tree.write_message(store, key, ("a challenge", process, "a host"))
+    rank_number.take_rank(1, "another challenge", store)
+    assert store_tree.read_message(store, key)[:2] == ("another challenge", own_process())
+
+
+def test_a_rank_that_waits_answers_one_of_another_host(monkeypatch):
+    """Of which no kernel tells."""
+    store = dist.HashStore()
+    monkeypatch.setattr(rank_number, "own_process", lambda: own_process()._replace(host=str(threading.get_ident())))
+    told = in_threads(2, lambda _: arrival.meet(Counting(store), 1, 3, PATIENCE))
+    assert all("rank 1 was started twice" in str(error) for error in told), told
+
+
 def test_who_does_not_come_is_named():
     store, size = dist.HashStore(), 6
     told = in_threads(size, lambda rank: rank in (2, 4) or arrival.meet(Counting(store), rank, size,
@@ -250,11 +304,11 @@ def test_who_does_not_come_is_named():
 def test_an_answer_to_another_challenge_is_none():
     store = Counting(dist.HashStore())
     others = arrival._Others(1, 2, store, 60)
-    for key, answer in ((arrival._answer_key(1), "a name"), (arrival._loss_key(1), tuple(Loss(0, "rank 0 ended")))):
+    for key, answer in ((arrival._answer_key(1), "a name"), (arrival.loss_key(1), tuple(Loss(0, "rank 0 ended")))):
         store_tree.write_message(store, key, ("of another", answer))
         others.hear()
         assert others.name == ""
-    store_tree.write_message(store, arrival._loss_key(1), (others.challenge, (0, "rank 0 ended")))
+    store_tree.write_message(store, arrival.loss_key(1), (others.challenge, (0, "rank 0 ended")))
     with pytest.raises(TransportError, match="rank 0 ended"):
         others.hear()
     store.set(arrival._answer_key(1), b"nonsense")   # which nobody of this job has signed
@@ -285,7 +339,8 @@ def listening(answers):
     ("1", "two..dots", None, "the ranks cannot meet at two..dots", "MASTER_ADDR=HOST"),
     ("1", "127.0.0.1", b"", "what listens at 127.0.0.1:PORT is not rank 0", "another MASTER_PORT"),
     ("1", "127.0.0.1", b"HTTP/1.0 400 Bad Request\r\n\r\n", "what listens at 127.0.0.1:PORT is not", "another MASTER_"),
-    ("0", "127.0.0.1", b"", "the ranks could not find each other", "globaltensor run")])
+    ("0", "127.0.0.1", b"", "rank 0 cannot listen at port PORT", "MASTER_PORT="),
+    ("0", "127.0.0.1", None, "rank 0 cannot listen at port PORT", "MASTER_PORT=")])
 def test_a_place_to_meet_that_is_none_is_named_soon(rank, host, answers, what, fix, monkeypatch):
     """Not when the half hour is over that ranks may come later; a server that is silent would keep torch for ever."""
     monkeypatch.setattr(arrival, "_NAMELESS", 0.1)
@@ -298,7 +353,41 @@ def test_a_place_to_meet_that_is_none_is_named_soon(rank, host, answers, what, f
     with server, pytest.raises(TransportError) as caught:
         arrival.open_store(PATIENCE)
     assert what.replace("PORT", port) in caught.value.what and fix in caught.value.fix and caught.value.why
-    assert "unset RANK WORLD_SIZE" in caught.value.fix and time.monotonic() - began < 40
+    assert time.monotonic() - began < 40 and ("unset RANK WORLD_SIZE" in caught.value.fix or "another program listens "
+                                              "there" in caught.value.why)
+
+
+def test_the_port_that_is_to_be_typed_is_free(monkeypatch):
+    with listening(None) as server:
+        error = port_error(port := server.getsockname()[1], f"port: {port}, name: EACCES, message: permission denied")
+    assert error.why == "permission denied"
+    with socket.create_server(("", int(error.fix.removeprefix("MASTER_PORT=").partition(",")[0]))) as other:
+        assert other.getsockname()[1] > port
+    assert int(port_error(80, "x").fix.removeprefix("MASTER_PORT=").partition(",")[0]) >= 1024
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ranks", ["011", pytest.param("001", marks=pytest.mark.long)])
+def test_a_rank_in_two_processes_is_named_by_all(ranks, tmp_path):
+    """None of them goes on, or ends, before the others come."""
+    program = tmp_path / "program.py"
+    program.write_text("import time, globaltensor as gt\ngt.placement.all('cpu')\ntime.sleep(30)\n")
+    env = environment(WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), LOCAL_WORLD_SIZE="3")
+    started = [Started([PYTHON, program], env | {"RANK": rank, "LOCAL_RANK": rank}) for rank in ranks]
+    for code, out, err in [one.end() for one in started]:
+        assert code == 1 and f"rank {ranks[1]} was started twice: as process " in err and "try:" in err, out + err
+
+
+@pytest.mark.processes
+def test_a_port_that_is_taken_is_named_and_the_other_ranks_do_not_wait_for_rank_0(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import globaltensor as gt\ngt.placement.all('cpu')\n")
+    with listening(None) as server:
+        port = str(server.getsockname()[1])
+        env = environment(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, LOCAL_WORLD_SIZE="2")
+        started = [Started([PYTHON, program], env | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+        errors = [one.end()[2] for one in started]
+    assert f"rank 0 cannot listen at port {port} of " in errors[0] and "rank 0 ended before all" in errors[1], errors
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

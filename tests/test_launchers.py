@@ -19,7 +19,7 @@ from harness import PROGRAMS, PYTHON, RUN, environment, free_port, good, results
 
 from globaltensor.cli import main, recipe as recipes
 from globaltensor.errors import TransportError
-from globaltensor.runtime import launchers
+from globaltensor.runtime import gloo, launchers
 from globaltensor.runtime.launchers import first_host, recognize_launcher, tasks_per_node
 
 PROGRAM = PROGRAMS / "launched.py"
@@ -37,6 +37,35 @@ HYDRA = dict(PMI_RANK="1", PMI_SIZE="2", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="2
 def who(rank, size, local_rank, local_size, address):
     return dict(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size),
                 MASTER_ADDR=address)
+
+
+@pytest.mark.parametrize("value, one_host, what, fix", [
+    ("lo", True, "", ""), ("lo,eth0", False, "", ""), ("lo,", True, "", ""), ("x", True, "", ""), (None, False, "", ""),
+    ("eth99", False, "no network interface 'eth99'", "GLOO_SOCKET_IFNAME=eth0"),
+    ("ib0", False, "no network interface 'ib0'", "GLOO_SOCKET_IFNAME=eth0"),
+    ("ib0", True, "no network interface 'ib0'", "GLOO_SOCKET_IFNAME=lo"),
+    ("lo, eth0", False, "no network interface ' eth0'", "GLOO_SOCKET_IFNAME=lo,eth0"),
+    ("lo,eth1", True, "no network interface 'eth1' with an address", "GLOO_SOCKET_IFNAME=lo,eth0"),
+    (",lo", True, "no network interface ''", "GLOO_SOCKET_IFNAME=lo")])
+def test_an_interface_that_gloo_cannot_use_is_named(value, one_host, what, fix, monkeypatch):
+    """Of a host with eth0, and eth1 without an address."""
+    monkeypatch.setattr(gloo.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")])
+    monkeypatch.setattr(gloo, "_listens", lambda name: name in ("lo", "eth0"))
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if value is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", value)
+    if not what:
+        return gloo.choose_interfaces(one_host)
+    with pytest.raises(TransportError) as caught:
+        gloo.choose_interfaces(one_host)
+    assert caught.value.what == f"GLOO_SOCKET_IFNAME={value}: {socket.gethostname()} has {what}"
+    assert caught.value.fix == fix and "with an address there are" in caught.value.why
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="whose interfaces are they?")
+def test_gloo_s_own_word_on_what_it_listens_on():
+    assert gloo._listens("lo") and not gloo._listens("none") and not gloo._listens("")
+
 
 
 @pytest.mark.parametrize("env, name, expected", [

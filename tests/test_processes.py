@@ -159,6 +159,23 @@ def test_a_limit_on_the_address_space(spare, said):
     assert said in err, err
 
 
+@pytest.mark.skipif(torch_ext is None, reason="the native code is not built")
+def test_a_limit_on_the_size_of_files():
+    """It counts for memory as well; what is to be typed works."""
+    line = ["bash", "-c", f"ulimit -f 100; {' '.join(map(str, RUN))} -n 2 {PROGRAMS / 'limited.py'} files 64"]
+    code, out, err = run(line)
+    assert code == 1 and "100 KiB here (ulimit -f)" in err and "ulimit -f unlimited" in err, out + err
+    assert good(line, environment(GLOBALTENSOR_NATIVE="0")).count("over ") == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="whose interfaces are they?")
+def test_an_interface_that_is_none_is_named_on_every_rank():
+    """Before any rank waits for another."""
+    for code, out, err in [one.end() for one in by_hand([PROGRAMS / "limited.py", "files", 64], 2,
+                                                        LOCAL_WORLD_SIZE="2", GLOO_SOCKET_IFNAME="eth99")]:
+        assert code == 1 and "GLOO_SOCKET_IFNAME=eth99: " in err and "lost touch" not in err, out + err
+
+
 @pytest.mark.parametrize("kind, files", [("files", 20), ("all files", 12), ("all files", 16), ("all files", 20),
                                          ("all files", 30), ("all files", 64)])
 def test_a_limit_on_open_files(kind, files):

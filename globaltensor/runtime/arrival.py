@@ -48,6 +48,16 @@ from globaltensor.runtime.host_processes import (
 )
 from globaltensor.runtime.launchers import recognize_launcher
 from globaltensor.runtime.liveness import Loss, name_start, of_this_start
+from globaltensor.runtime.rank_number import (
+    challenge_key,
+    end_error,
+    end_of_meeting,
+    is_of_twins,
+    loss_key,
+    meeting_place,
+    note_end,
+    take_rank,
+)
 from globaltensor.runtime.start_watch import HostPeers
 from globaltensor.runtime.store_tree import (
     LAST_LOOK,
@@ -58,7 +68,7 @@ from globaltensor.runtime.store_tree import (
     read_message,
     write_message,
 )
-from globaltensor.runtime.tcp_store import connect_store
+from globaltensor.runtime.tcp_store import connect_store, port_error
 
 _PERIOD = 0.02
 _SCANS = 0.5                                         # seconds between looks at the processes of this host
@@ -70,11 +80,6 @@ _ANSWERING = timedelta(seconds=60)                   # where many ranks start on
 _SILENT = 30.0                                       # seconds for which a rank waits without a word
 _LEFT_OVER = ("globaltensor run -n N program.py, or torchrun; where RANK and WORLD_SIZE are left over: "
               "unset RANK WORLD_SIZE")
-
-
-def _meeting_place() -> str:
-    """Where the ranks meet."""
-    return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
 
 
 class _StartedAnew(Exception):
@@ -115,31 +120,45 @@ def open_store(timeout: timedelta) -> dist.Store:
 
 
 def _connect_within(host: str, port: int, patience: timedelta, others: _Others) -> dist.TCPStore:
-    """The store that is kept there. In a thread, as torch waits for ever where something else listens and is silent."""
-    ended: queue.SimpleQueue[dist.TCPStore | Exception] = queue.SimpleQueue()
-
-    def connect() -> None:
-        try:
-            ended.put(connect_store(host, port, patience, is_master=others.keeps, shared=True))
-        except (OSError, ValueError, RuntimeError) as error:
-            ended.put(error)
-
-    threading.Thread(target=connect, daemon=True, name="globaltensor store").start()
-    store: dist.TCPStore | Exception | None = None
-    limit = time.monotonic() + patience.total_seconds() + _PATIENCE.total_seconds()
-    while store is None and time.monotonic() < limit:
-        try:
-            store = ended.get(timeout=_SCANS)
-        except queue.Empty:
-            others.raise_if_gone()
+    """The store that is kept there."""
+    store = _store_within(host, port, patience, others, others.keeps)
+    if others.keeps and "address already in use" in str(store).lower():
+        twin = _store_within(host, port, timedelta(seconds=1), others, False)
+        with suppress(RuntimeError):                 # of another job, or no store
+            if isinstance(twin, dist.TCPStore):
+                twin.wait([challenge_key(0)], _PATIENCE)
+                decode_message(twin.get(challenge_key(0)), challenge_key(0))
+                return twin                          # this process came twice: both are told there
     if isinstance(store, dist.TCPStore):
         return store
     _end_meeting()                                   # who listens there would not hear that this rank ends
     if others.keeps and store is not None:
-        raise TransportError("the ranks could not find each other", first_sentence(store), _LEFT_OVER) from None
+        atexit.register(_stay)                       # who saw this rank sees that it ends
+        raise port_error(port, str(store))
     raise TransportError(f"what listens at {host}:{port} is not rank 0 of this job",
                          "it does not answer" if store is None else first_sentence(store),
                          f"another MASTER_PORT, the same for all ranks, or {_LEFT_OVER}") from None
+
+
+def _store_within(host: str, port: int, patience: timedelta, others: _Others,
+                  keeps: bool) -> dist.TCPStore | Exception | None:
+    """The store there, or what torch says; None where nothing answers. In a thread, as torch waits for ever where
+    something else listens and is silent."""
+    ended: queue.SimpleQueue[dist.TCPStore | Exception] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            ended.put(connect_store(host, port, patience, is_master=keeps, shared=True))
+        except (OSError, ValueError, RuntimeError) as error:
+            ended.put(error)
+
+    threading.Thread(target=connect, daemon=True, name="globaltensor store").start()
+    limit = time.monotonic() + patience.total_seconds() + _PATIENCE.total_seconds()
+    while time.monotonic() < limit:
+        with suppress(queue.Empty):
+            return ended.get(timeout=_SCANS)
+        others.raise_if_gone()
+    return None
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> tuple[dist.Store, dict[int, ProcessId]]:
@@ -156,6 +175,8 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> tuple[d
                 break
     name_start(name)
     _end_meeting()
+    if rank == 0:
+        note_end(store)
     return fresh, dict(enumerate(processes))
 
 
@@ -173,16 +194,8 @@ def in_touch() -> Iterator[None]:
                              "look at the first error of the other ranks") from None
 
 
-def _challenge_key(rank: int) -> str:
-    return f"globaltensor challenge {rank}"
-
-
 def _answer_key(rank: int) -> str:
     return f"globaltensor answer {rank}"
-
-
-def _loss_key(rank: int) -> str:
-    return f"globaltensor loss {rank}"
 
 
 def _ended_before(ranks: set[int]) -> Loss:
@@ -192,11 +205,11 @@ def _ended_before(ranks: set[int]) -> Loss:
 def _tell_of_loss(store: dist.Store, rank: int, size: int, loss: Loss) -> None:
     """Answer whatever challenges there are, also those of ranks that have ended since."""
     for other in range(size):
-        if other != rank and (challenge := read_message(store, _challenge_key(other))) is not None:
-            write_message(store, _loss_key(other), (challenge[0], tuple(loss)))
+        if other != rank and (challenge := read_message(store, challenge_key(other))) is not None:
+            write_message(store, loss_key(other), (challenge[0], tuple(loss)))
 
 
-def _keep_open(store: dist.Store) -> None:
+def _stay(store: dist.Store | None = None) -> None:
     """The store ends when nobody holds it any more."""
     time.sleep(_PATIENCE.total_seconds())
 
@@ -218,7 +231,11 @@ class _Others:
 
     def come(self) -> None:
         assert self.store is not None
-        write_message(self.store, _challenge_key(self.rank), (self.challenge, own_process()))
+        try:
+            take_rank(self.rank, self.challenge, self.store)
+        except TransportError:
+            _end_meeting()                           # that rank has not ended
+            raise
 
     def name_of_start(self) -> str:
         """Of the one that this rank's parent belongs to."""
@@ -233,7 +250,7 @@ class _Others:
         """While this rank waits: answer its children, and raise where a rank will not come."""
         assert self.store is not None
         for child in children_of(self.rank, self.size):
-            if (challenge := self.news(_challenge_key(child))) is not None:
+            if (challenge := self.news(challenge_key(child))) is not None:
                 write_message(self.store, _answer_key(child), (challenge[0], self.name))
         self.hear()
         self.raise_if_gone()
@@ -248,9 +265,12 @@ class _Others:
 
     def hear(self) -> None:
         """What the others have answered: that a rank is gone, or the name of this start."""
-        challenge, loss = self.news(_loss_key(self.rank)) or (None, None)
+        assert self.store is not None
+        challenge, loss = self.news(loss_key(self.rank)) or (None, None)
         if loss is not None and challenge == self.challenge:         # else of an earlier start
-            raise self._gone(Loss(*loss))
+            if (loss := Loss(*loss)).rank == self.rank and is_of_twins(loss):
+                note_end(self.store, loss)           # which has told nobody else
+            raise self._gone(loss)
         challenge, name = self.news(_answer_key(self.rank)) or (None, "")
         if challenge == self.challenge and name != self.name:
             self._check_size(int(name.rpartition(" ")[2]))
@@ -265,7 +285,7 @@ class _Others:
             assert self.store is not None
             _tell_of_loss(self.store, self.rank, max(size, self.size), loss)
             _end_meeting()
-            raise TransportError(loss.how, f"they meet at {_meeting_place()}, and each has a WORLD_SIZE of its own",
+            raise TransportError(loss.how, f"they meet at {meeting_place()}, and each has a WORLD_SIZE of its own",
                                  f"the same WORLD_SIZE for all ranks of a job; another MASTER_PORT for another job; "
                                  f"{_LEFT_OVER}")
 
@@ -277,7 +297,11 @@ class _Others:
             self.scanned = time_now
             here = self.host_peers.seen_here()
             gone = self._never_came(set(here), time_now) | self._came_and_ended()
-            if loss := _ended_before(gone) if gone else self.host_peers.long_stopped(here):
+            loss = _ended_before(gone) if gone else self.host_peers.long_stopped(here)
+            # last: who has ended by then has noted it before
+            if self.store is not None and (end := end_of_meeting(self.rank, self.store, bool(self.name))) is not None:
+                raise self._gone(end)
+            if loss is not None:
                 if self.store is not None:
                     self.hear()                      # perhaps of the one with which it began
                     _tell_of_loss(self.store, self.rank, self.size, loss)
@@ -285,7 +309,7 @@ class _Others:
         if self.seconds() > self.patience:
             _end_meeting()                           # for all of them: none need say that it ends
             raise TransportError(f"{rank_names(self._awaited())} did not come within {self.patience:.0f} s",
-                                 f"rank {self.rank} of {self.size} waited at {_meeting_place()}", _LEFT_OVER)
+                                 f"rank {self.rank} of {self.size} waited at {meeting_place()}", _LEFT_OVER)
 
     def seconds(self) -> float:
         """For how many this rank has waited."""
@@ -297,21 +321,22 @@ class _Others:
         if not self.warned and self.seconds() > _SILENT and (self.store is None or self.rank == 0):
             self.warned = True
             awaited = self._awaited() if self.rank == 0 else [0]
-            warn(f"rank {self.rank} of {self.size} waits at {_meeting_place()} for {rank_names(awaited)}\n"
+            warn(f"rank {self.rank} of {self.size} waits at {meeting_place()} for {rank_names(awaited)}\n"
                  f"  why:   all ranks meet there, and have {self.patience:.0f} s for it\n  try:   {_LEFT_OVER}")
 
     def _gone(self, loss: Loss) -> TransportError:
         _end_meeting()                               # all who came know of that one: this rank need not tell of itself
         if self.keeps and self.store is not None:    # the others still look, on a busy host for longer
             time.sleep(4 * LAST_LOOK)
-            atexit.register(_keep_open, self.store)
-        return TransportError(loss.how, f"rank {self.rank} waited for it",
-                              "look at the first error of that rank; every rank runs the same program")
+            atexit.register(_stay, self.store)
+        return end_error(loss) or TransportError(
+            loss.how, f"rank {self.rank} waited for it",
+            "look at the first error of that rank; every rank runs the same program")
 
     def _awaited(self) -> list[int]:
         """Those that have said nothing; where all have, now or before, the one that has not answered."""
         ranks = sorted(set(range(self.size)) - {self.rank})
-        silent = [r for r in ranks if self.store is None or not self.store.check([_challenge_key(r)])]
+        silent = [r for r in ranks if self.store is None or not self.store.check([challenge_key(r)])]
         return silent or [parent_of(self.rank)] if self.rank and not self.name else silent or ranks
 
     def _came_and_ended(self) -> set[int]:
@@ -321,7 +346,7 @@ class _Others:
             return set()
         after = sorted(self.host_peers.ranks, key=lambda r: (r - self.rank) % self.size)[:_AFTER]
         for rank in after:
-            if rank not in self.came and (challenge := read_message(self.store, _challenge_key(rank))) is not None:
+            if rank not in self.came and (challenge := read_message(self.store, challenge_key(rank))) is not None:
                 self.came[rank] = challenge[1]
         return {rank for rank, process in self.came.items() if process.here and process_state(process) == ENDED}
 

@@ -14,21 +14,59 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from globaltensor.errors import TransportError
 from globaltensor.runtime import native
 from globaltensor.runtime.world import world
 
 _NOBODY_SENDS = 7                                    # a tag
 _SERVES = "gloo_tcp_loop\n"                          # the name of a thread that serves connections
+_INTERFACES = "GLOO_SOCKET_IFNAME"
+
+
+def choose_interfaces(one_host: bool) -> None:
+    """Before gloo listens: ranks of one host listen to nobody else, where nobody has said on which network they do.
+
+    Raises TransportError where gloo cannot listen on what the variable names. It would say so when the ranks have met,
+    in words that do not name it, and those on other hosts would only see that this rank has ended.
+    """
+    if one_host and sys.platform == "linux":
+        os.environ.setdefault(_INTERFACES, "lo")
+    value = os.environ.get(_INTERFACES, "")
+    names = value.removesuffix(",").split(",")
+    refused = [name for name in names if not _listens(name)]
+    if len(value) < 2 or not refused:                # gloo reads no shorter one
+        return
+    known = [name for _, name in socket.if_nameindex()]
+    usable = sorted(filter(_listens, known), key=lambda name: (name == "lo") != one_host)
+    near = [name for each in names for name in get_close_matches(each.strip(), usable, 1)]
+    silent = next((name for name in refused if name in known), None)
+    fixes = [f"{_INTERFACES}={','.join(dict.fromkeys(near)) or usable[0]}"] if usable else []
+    fixes += ["ip link set lo up"] if silent == "lo" or not usable else []
+    raise TransportError(
+        f"{_INTERFACES}={value}: {socket.gethostname()} has no network interface "
+        + (f"{refused[0]!r}" if silent is None else f"{silent!r} with an address"),
+        f"the ranks talk over those that it names; with an address there are {', '.join(usable) or 'none'}",
+        " or ".join(fixes))
+
+
+def _listens(interface: str) -> bool:
+    """Can gloo listen there?"""
+    try:
+        return bool(interface and dist.ProcessGroupGloo.create_device(interface=interface))
+    except RuntimeError:
+        return False
 
 
 def yield_cores() -> None:

@@ -20,6 +20,10 @@ def why_unmapped(text: str) -> tuple[str, str]:
     """Why this process has no room for memory that ranks share, of which the system says `text`, and what to type."""
     if os.strerror(errno.EMFILE) in text:
         return "this process may open too few files (ulimit -n)", _FILES
+    if os.strerror(errno.EFBIG) in text:
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        return (f"a file may have {most >> 10:,} KiB here (ulimit -f), and the memory that ranks share is one",
+                "ulimit -f unlimited, in a shell that may raise it; or GLOBALTENSOR_NATIVE=0, which shares no memory")
     limit = _address_space()
     if limit is None:
         return "this host gives no such memory", "fewer ranks on it, or GLOBALTENSOR_NATIVE=0, which shares no memory"

@@ -23,7 +23,7 @@ from globaltensor.errors import TransportError, counted, expect, expect_amount, 
 from globaltensor.runtime import arrival, deadlock, lineage, liveness, machine as machines, native
 from globaltensor.runtime.accelerators import GLOO, accelerator, accelerator_count, engine_in, engine_of
 from globaltensor.runtime.exchange import finish_all
-from globaltensor.runtime.gloo import gloo_error, keep_for_ever, yield_cores
+from globaltensor.runtime.gloo import choose_interfaces, gloo_error, keep_for_ever, yield_cores
 from globaltensor.runtime.host_processes import ProcessId
 from globaltensor.runtime.launchers import (
     check_variables,
@@ -107,6 +107,8 @@ def _processes(timeout: timedelta, machine: Machine | None) -> World:
     if not running:
         check_files(files_of_a_rank(size, ranks_per_host(size), _keeps_store(rank)),
                       "each rank has a connection to each other one, and memory of each on its host")
+    if not running or "cpu:" not in dist.get_backend_config():
+        choose_interfaces(not running and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"))
     share_secret(is_one_host(size, _meeting_host(running)), rank == 0)
     with watch_start(rank, size) as host_peers:
         meeting = liveness.connected_to(default_store()) if running else arrival.open_store(timeout)
@@ -246,8 +248,6 @@ def _start_torch(store: dist.Store, rank: int, size: int, timeout: timedelta) ->
     """Let torch connect the ranks, which have met in this store."""
     type = None if shared_gpu() else accelerator()
     engine = GLOO if type is None else engine_of(type)
-    if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")        # ranks of one host listen to nobody else
     with arrival.in_touch():
         dist.init_process_group(GLOO if engine == GLOO else f"cpu:gloo,{type}:{engine}", store=store, rank=rank,
                                 world_size=size, timeout=timeout + _BACKSTOP)

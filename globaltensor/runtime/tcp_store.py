@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from globaltensor.errors import TransportError
 from globaltensor.runtime.process_limits import allow_files
 
 # when this is imported, right after torch, which looks then
@@ -78,6 +80,24 @@ def no_name_server() -> Iterator[None]:
         yield
     finally:
         state.nscount = before
+
+
+def port_error(port: int, text: str) -> TransportError:
+    """Why no store can be kept at this port, of which torch says `text`."""
+    why = re.split(r"message: |errno: \d+ - ", text.splitlines()[0])[-1].partition(")")[0].lower()
+    if "in use" in why:
+        why += ": another program listens there"
+    free = next(filter(_is_free, (*range(max(port, 1023) + 1, 1 << 16), *range(1024, port))), "...")
+    return TransportError(f"rank 0 cannot listen at port {port} of {socket.gethostname()}, where ranks meet", why,
+                          f"MASTER_PORT={free}, the same for all ranks")
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 class NamelessStore(dist.PrefixStore):
