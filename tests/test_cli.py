@@ -265,6 +265,15 @@ def test_the_report_names_the_cause_first(tmp_path, capsys, codes, notes, ended,
     assert capsys.readouterr().err.splitlines() == [f"globaltensor: {line}" for line in lines]
 
 
+def test_where_no_rank_of_this_host_is_the_cause_each_says_why_it_failed(tmp_path, capsys):
+    for rank in (0, 1):
+        note = {"error": "TransportError: GLOO_SOCKET_IFNAME=eth99: no such interface", "code": 1}
+        (tmp_path / f"{rank}.json").write_text(json.dumps(note))
+    assert launch._report(failures(r0=1, r1=1), {}, [], str(tmp_path)) == (1, [])
+    assert capsys.readouterr().err == ("globaltensor: ranks 0, 1 failed: TransportError: GLOO_SOCKET_IFNAME=eth99: "
+                                       "no such interface\n")
+
+
 @pytest.mark.usefixtures("real_processes")
 @pytest.mark.parametrize("arguments, expected", [
     ([], "usage: globaltensor"), (["--help"], "    run +Run a program"),        # Python 3.13 indents it further

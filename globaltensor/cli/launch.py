@@ -101,12 +101,17 @@ def _report(failures: Mapping[int, Any], ended: Mapping[int, str], unnoticed: li
     notes = {rank: note for rank, note in notes.items() if rank not in well}
     # one that ended well, and was still at its last lines when the others were ended, is not a cause
     failed = {rank: f for rank, f in failures.items() if rank not in well or f.pid not in ended}
-    fates: dict[tuple[int, str], list[int]] = {}
-    for rank, failure in sorted((failed or failures).items()):
-        fates.setdefault(_fate(failure.exitcode, notes.get(rank), ended.get(failure.pid)), []).append(rank)
-    if min(fates)[0] == _LOST_TOUCH:                 # of whom? Of a rank that did not fail, but ended before the others
+    of_rank = {rank: _fate(failure.exitcode, notes.get(rank), ended.get(failure.pid))
+               for rank, failure in sorted((failed or failures).items())}
+    if min(of_rank.values())[0] == _LOST_TOUCH:      # of whom? Of a rank that did not fail, but ended before the others
         if well:
             print(f"globaltensor: {rank_names(well)} ended without an error, while others waited", file=sys.stderr)
+        else:                                        # of none here: of what each says, such as why they could not start
+            of_rank |= {rank: (what, f"failed: {notes[rank]['error']}") for rank, (what, _) in of_rank.items()
+                        if what == _LOST_TOUCH}
+    fates: dict[tuple[int, str], list[int]] = {}
+    for rank, fate_of_rank in of_rank.items():
+        fates.setdefault(fate_of_rank, []).append(rank)
     for (_, fate), ranks in sorted(fates.items()):
         if len(ranks) > 1:
             fate = re.sub("^was", "were", fate)
