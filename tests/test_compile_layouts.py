@@ -214,7 +214,7 @@ def test_errors_name_the_program():
     model = gt.parallelize(nn.Linear(4, 4), TP)
     f = torch.compile(model, backend="eager", fullgraph=True)
     f(gt.ones(2, 4, placement=TP, sbp=B))
-    with pytest.raises(RuntimeError, match=r"x is on placement(.|\n)*\n +try:   weight.to_global\(gt.plac") as raised:
+    with pytest.raises(RuntimeError, match=r"x is on placement(.|\n)*\n +try:   x.to_global\(gt.placem") as raised:
         f(gt.ones(2, 4, placement=OTHERS, sbp=B))
     assert "test_compile_layouts.py" in str(raised.value)
     with torch.device("meta"):

@@ -71,6 +71,15 @@ def test_means_of_losses_of_two_dtypes(loss, dtypes):
     torch.testing.assert_close(got.full_tensor(), want)
 
 
+@pytest.mark.parametrize("shapes", [((4, 3), (4, 1)), ((4, 3), (3,)), ((0, 3), (3,)), ((0, 3), (1, 3)), ((0,), ())],
+                         ids=str)
+@pytest.mark.parametrize("sbp", [S(0), gt.sbp.broadcast], ids=str)
+def test_a_mean_is_that_of_operands_that_are_broadcast_to_each_other(shapes, sbp):
+    x, y = (torch.rand(shape, generator=torch.Generator().manual_seed(SEED)) for shape in shapes)
+    got = F.soft_margin_loss(*(gt.from_full(t, TWO, sbp if t.dim() else gt.sbp.broadcast) for t in (x, y)))
+    torch.testing.assert_close(got.full_tensor(), F.soft_margin_loss(x, y), equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_cross_entropy_of_rows_that_halves_cannot_count(dtype):
     rows = torch.randn(70_000, 2, generator=torch.Generator().manual_seed(SEED)).to(dtype) - 20

@@ -224,7 +224,7 @@ def nll_loss(space: str = "", *, backward: bool = False) -> Family:
         one = "1" if not n and call.tensors[int(backward) + 1].dim() else ""      # the class of one row, as a list
         x, target = f"{batch} c {space}", f"{batch or one} {space}"
         how = call["reduction"]
-        each = target if how == NONE else ""
+        each = target if how == NONE and n else ""   # of one row the loss has no dims, however its class is told
         if backward:
             algebra = "a*C*d*E" if how == MEAN else "a*C*d"
             return rule(f"{each}, {x}, {target}, c, -> {x}", algebra, ndims=call.ndims)

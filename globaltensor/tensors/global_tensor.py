@@ -345,8 +345,8 @@ class GlobalTensor(TorchMethods):
     @api_boundary
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not world().single_process:
-            raise GlobalTensorError("pickling a global tensor in one of several processes",
-                                    "each process holds only its own shards", "gt.save(x, file), by all processes")
+            raise GlobalTensorError("pickling a global tensor in one of several processes", "each process holds only "
+                                    "its own shards", "gt.save(x, file), or x.full_tensor(), by all of them")
         own = self.spec                              # as plain values, which `torch.load(weights_only=True)` reads
         shards = {rank: shard.resolve_conj().resolve_neg() for rank, shard in self.shards.items()}
         return _rebuild, (self.placement, [str(s) for s in self.sbp], shards, own.shape, own.stride, own.dtype,
