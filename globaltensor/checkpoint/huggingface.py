@@ -58,7 +58,7 @@ class _CheckedFolder(NamedTuple):
     """A folder that was seen to fit a module."""
 
     files: CheckpointFiles
-    saved: dict[str, Entry]                         # by their names in the files
+    saved: dict[str, Entry]                          # by their names in the files
     entries: dict[str, Entry]                        # by those in the module: each is one tensor of the files
     converted: dict[str, Entry]                      # and these are made of them
     conversions: list[Conversion]

@@ -32,14 +32,12 @@ def may_hide_overlap(call: Call) -> bool:
 def refuse_overlap(call: Call) -> None:
     """Raise torch's own error for an operand that lies in the memory that is written, where kernels do not see it."""
     func, targets = call.func, written(call)
-    fills = _fills_by_mask(call)
-    not_target = func in _NOT_TARGET and not fills
-    if not (not_target or fills or func is aten.copy_.default or torch.Tag.pointwise in func.tags
-            or foreach.is_foreach(func)):
+    listed = func in _NOT_TARGET
+    if not (listed or func is aten.copy_.default or torch.Tag.pointwise in func.tags or foreach.is_foreach(func)):
         return
     if len(targets) != 1 or not is_global(targets[0]) or any(is_global(t) and t.traced for t in call.tensors):
         return
-    target = targets[0]
+    target, not_target = targets[0], listed and not _fills_by_mask(call)
     for other in call.tensors[1:]:
         if is_global(other) and (not_target or target.spec.copied or other.spec.copied) and (
                 _overlap(target, other, not_target)):
