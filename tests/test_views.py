@@ -357,6 +357,16 @@ def test_writes_into_windows_that_overlap(view, write):
         assert torch.equal(other.full_tensor(), want[1:]), sbp
 
 
+@pytest.mark.parametrize("sbp", [S(0), S(1), P, B], ids=str)
+def test_writes_into_a_column_of_windows_that_overlap(sbp):
+    """Windows that need no boxing, and a column of them that does."""
+    want = torch.arange(28.).view(7, 4)
+    x = gt.from_full(want.clone(), THREE, B).to_global(sbp=sbp)
+    for y in (want, x):
+        y.unfold(0, 2, 1)[:, 1].index_fill_(0, torch.tensor([0, 3]), 0)
+    assert torch.equal(x.full_tensor(), want)
+
+
 EXPANDED = {
     "one": lambda x: x.expand(3, 4)[2, 2].add_(5), "assigned": lambda x: x.expand(3, 4)[2, 2].copy_(x[0, 0] * 7),
     "filled": lambda x: x.expand(3, 4)[2].zero_(), "diagonal": lambda x: x.expand(3, 4).fill_diagonal_(7),

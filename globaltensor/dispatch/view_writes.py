@@ -24,6 +24,7 @@ from globaltensor.layouts.regions import Region
 from globaltensor.layouts.view_parts import (
     Straight,
     Strided,
+    laid_out,
     overlaps_itself,
     repeats_elements,
     scattered_elements,
@@ -83,13 +84,14 @@ def _run_on(values: dict[int, Any], views: Sequence[Any], call: Call, run: Run) 
 
 def _write_to_whole_bases(call: Call, run: Run, views: Sequence[Any]) -> Any:
     """Windows that overlap are written to as in one piece: an element of several of them has one value."""
-    wholes: dict[int, tuple[Any, Any]] = {}
+    wholes: dict[int, tuple[Any, Any]] = {}          # by the id of a base, with it
     values = {}
     for view in views:
         base, steps = _base_and_steps(view)
         if id(base) not in wholes:
             whole, = run.redistribute([base], [base.spec.layout.replicated], str(call.func))
-            wholes[id(base)] = base, run(aten.clone.default, whole)
+            shards = {rank: laid_out(t, base.spec.shape, base.spec.stride) for rank, t in whole.shards.items()}
+            wholes[id(base)] = base, run.wrap(whole.spec, shards)
         values[id(view)] = _replay_views(steps, wholes[id(base)][1], run)
     result = _run_on(values, views, call, run)
     for base, whole in wholes.values():
@@ -209,9 +211,8 @@ def _without_elements(base: Spec) -> Tensor:
     return torch.empty_strided(base.shape, base.stride, dtype=base.dtype, device="meta")
 
 
-def _replay_views(steps: _Steps, base: Any, run: Callable[..., Any]) -> Any:
+def _replay_views(steps: _Steps, view: Any, run: Callable[..., Any]) -> Any:
     """The view at the end of a chain from this base on."""
-    view = base
     for func, values, nth in steps:
         names = arguments(func)
         args = [view, *[value for a, value in zip(names[1:], values) if not a.keyword]]

@@ -6,7 +6,7 @@ diagonal, or a part of a flattened tensor, is not like that; such elements are f
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -116,6 +116,12 @@ def repeats_elements(of: Strided) -> bool:
             return places.unique().numel() < places.numel()
         reach += (n - 1) * step
     return False
+
+
+def laid_out(whole: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """A copy in memory of its own with these strides: elements that are one there, as in windows, are one."""
+    reach = 1 + sum((n - 1) * step for n, step in zip(shape, stride))
+    return whole.new_empty(reach).as_strided(shape, stride).copy_(whole)
 
 
 def _offsets_in_memory(of: Strided) -> Tensor:
