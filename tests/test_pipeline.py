@@ -830,6 +830,12 @@ def test_a_rank_that_dies_in_mid_pipeline(native):
 
 
 @pytest.mark.processes
+def test_layers_and_shared_weights_that_some_steps_leave_out():
+    """Which parameters have gradients is what each step says, and not what the first one of its shapes said."""
+    good([*RUN, "-n", 2, PROGRAMS / "pipeline_uses.py"])
+
+
+@pytest.mark.processes
 def test_stages_that_do_not_fit_are_told_on_every_rank(tmp_path):
     good([*RUN, "-n", 2, PIPELINE, tmp_path, "misfits"])
     for rank, found in results(tmp_path).items():

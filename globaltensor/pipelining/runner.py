@@ -36,9 +36,10 @@ from globaltensor.pipelining.actions import PipelineModel, PipelineStep
 from globaltensor.pipelining.dry_run import dry_run
 from globaltensor.pipelining.layer_lists import cut_by_layers, layer_lists
 from globaltensor.pipelining.micro_batches import MicroBatches, check_rows, mean_divisors, with_named
-from globaltensor.pipelining.stage_comm import StageComm, TensorMeta
+from globaltensor.pipelining.stage_comm import StageComm
 from globaltensor.pipelining.stage_placement import StageParameters, rank_groups, stage_placements
 from globaltensor.pipelining.stages import StageError, as_modules, cut_sequence
+from globaltensor.pipelining.step_results import KnownSteps, MissingGradients
 from globaltensor.pipelining.tracing import UntraceableError, cut_traced
 from globaltensor.runtime import lineage
 from globaltensor.runtime.agreement import gather_objects
@@ -193,7 +194,7 @@ class PipelineRunner:
         self._shorter: dict[tuple[int, int], Schedule] = {}      # by the schedule, with fewer micro-batches
         self._dry_run_kinds: set[Hashable] = set()
         self._warned = False                         # of what differs from one device
-        self._agreed: dict[Hashable, tuple[Any, ...]] = {}       # by shapes of a step, what all processes know of it
+        self._known_steps = KnownSteps()
 
     @api_boundary
     def step(self, inputs: Any = (), targets: Any = None, **named: Any) -> GlobalTensor:
@@ -328,41 +329,29 @@ class PipelineRunner:
         return self.schedule.rank_of[stage] in self._ranks
 
     def _agree(self, step: PipelineStep, keys: Hashable, train: bool) -> list[tuple[Any, ...]]:
-        """After a step each process knows of its own stages only. Here all learn the results' layouts and which
-        parameters got gradients, so that they go on alike; for known shapes without communication."""
+        """After a step each process knows of its own stages only. Here all learn what the others know, so that they go
+        on alike. The output of the last stage, or the loss, for each micro-batch."""
         own = [stage for stage in range(len(self.stages)) if self._has(stage)]
         results = None
         if self._has(len(self.stages) - 1):
             results = [step.results[j] for j in range(len(step.keys))]
-        if keys not in self._agreed or self._comm is None:
-            # not read by `.grad`, which would reduce what is pending; a hook that read it has it in the part of ZeRO
-            without_grad = {(s, k) for s in own for k, p in enumerate(self.stages[s].parameters())
-                            if gradients.raw_grad(p) is None and ((part := gradients.part_of(p)) is None
-                                                                  or gradients.raw_grad(part) is None)
-                            } if train else set()
-            unused = self.model.parameters.unused(own) if train else set()
-            metas = None if results is None else [
-                [y if y is None else TensorMeta(y.spec.layout, y.spec.shape, y.spec.dtype, False) for y in result]
-                for result in results]
-            replies = gather_objects((without_grad, unused, metas), "the results of a step of a pipeline")
-            self._agreed[keys] = (set().union(*(r[0] for r in replies)), set().union(*(r[1] for r in replies)),
-                                  next(r[2] for r in replies if r[2] is not None))
-        without_grad, unused, metas = self._agreed[keys]
+        missing = self.model.parameters.missing_gradients(own) if train else MissingGradients()
+        known = self._known_steps.of_all(keys, missing, results, train)
         if train:
-            self.model.parameters.reduce_replicas(unused)
-            self._set_grads_elsewhere(own, without_grad)
+            self.model.parameters.reduce_replicas(known.missing.replicas)
+            self._set_grads_elsewhere(own, known.missing.parameters)
         if results is None:
             # No shards here, but the value can be read: `if loss.item() > 3` takes the same branch on every process.
-            results = [tuple(part and GlobalTensor.wrap(part.spec, {}) for part in meta) for meta in metas]
+            results = [tuple(part and GlobalTensor.wrap(part.spec, {}) for part in meta) for meta in known.metas]
         return results
 
-    def _set_grads_elsewhere(self, own: Sequence[int], without_grad: set[tuple[int, int]]) -> None:
+    def _set_grads_elsewhere(self, own: Sequence[int], missing: frozenset[tuple[int, int]]) -> None:
         """A parameter of a stage that other processes run gets a gradient here too, without a shard, so that clipping
         and optimizers do the same everywhere."""
         for stage in set(range(len(self.stages))) - set(own):
             parameters: list[torch.Tensor] = list(self.stages[stage].parameters())
             for k, p in enumerate(parameters):
-                if p.requires_grad and (stage, k) not in without_grad and gradients.raw_grad(p) is None:
+                if p.requires_grad and (stage, k) not in missing and gradients.raw_grad(p) is None:
                     assert isinstance(p, GlobalTensor)           # stages are moved to their placements
                     dst = gradients.grad_layout(p)
                     # beside what the part of ZeRO kept of earlier steps, which it is added to as on the other ranks

@@ -22,6 +22,7 @@ from globaltensor.layouts.layout import Layout, layout, replicated
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.pipelining.stages import StageError
+from globaltensor.pipelining.step_results import MissingGradients
 from globaltensor.runtime.memory_writes import writes_of
 from globaltensor.runtime.torch_internals import TensorBase
 from globaltensor.schedules.schedule import Schedule
@@ -148,7 +149,7 @@ class StageParameters:
         for replica in self._all_replicas():
             replica.make()
 
-    def reduce_replicas(self, unused: set[tuple[int, int]]) -> None:
+    def reduce_replicas(self, unused: frozenset[tuple[int, int]]) -> None:
         """`unused`: (stage, index) of replicas that got no gradient."""
         for stage, replicas in enumerate(self.replicas):
             for k, replica in enumerate(replicas.values()):
@@ -162,10 +163,15 @@ class StageParameters:
         shared = {id(replica.original) for replica in self._all_replicas()}
         return [p for p in self.stages[stage].parameters() if id(p) not in shared]
 
-    def unused(self, stages: Sequence[int]) -> set[tuple[int, int]]:
-        """The replicas of these stages that got no gradient."""
-        return {(stage, k) for stage in stages for k, replica in enumerate(self.replicas[stage].values())
-                if gradients.raw_grad(replica.leaf) is None}
+    def missing_gradients(self, stages: Sequence[int]) -> MissingGradients:
+        """Those of these stages."""
+        # not read by `.grad`, which would reduce what is pending; a hook that read it has it in the part of ZeRO
+        return MissingGradients(
+            frozenset((stage, k) for stage in stages for k, p in enumerate(self.stages[stage].parameters())
+                      if gradients.raw_grad(p) is None and ((part := gradients.part_of(p)) is None
+                                                            or gradients.raw_grad(part) is None)),
+            frozenset((stage, k) for stage in stages for k, replica in enumerate(self.replicas[stage].values())
+                      if gradients.raw_grad(replica.leaf) is None))
 
     def _all_replicas(self) -> Iterator[Replica]:
         for replicas in self.replicas:

@@ -69,18 +69,19 @@ _OF_VALUES = ", of values with checksum "
 FAILED = "failed: "                                  # before an error that a rank tells the others in place of its part
 
 
-def agree(what: str, ranks: Sequence[int] | None = None, advice: Advice = _CREATE) -> None:
+def agree(what: str, ranks: Sequence[int] | None = None, advice: Advice = _CREATE, changed: bool = False) -> bool:
     """Check that the processes of these ranks (default: all) call this with the same `what`, with one small all-gather;
-    nothing in a lone process.
+    nothing in a lone process. Has anything `changed` on any of them?
 
     Raises DisagreementError on every one of them, which shows what each rank does.
     """
     ranks = range(world().size) if ranks is None else ranks
     if world().single_process or _uncoordinated or len(ranks) < 2:
-        return
-    mine = torch.tensor([zlib.crc32(what.encode()), len(what)], device="cpu")
-    if all(torch.equal(mine, other) for other in _all_gather(mine, dict.fromkeys(ranks, 2), what, AGREE)):
-        return
+        return changed
+    mine = torch.tensor([zlib.crc32(what.encode()), len(what), changed], device="cpu")
+    others = _all_gather(mine, dict.fromkeys(ranks, 3), what, AGREE)
+    if all(torch.equal(mine[:2], other[:2]) for other in others):
+        return any(bool(other[2]) for other in others)
     texts = gather_unchecked(f"{what}   at {where()}", what, ranks)
     advice = _of_failure(ranks, texts) or _advice_for(texts, advice)
     rows = "".join(f"\n    rank {r}: {text}" for r, text in zip(ranks, texts))

@@ -1,0 +1,56 @@
+"""Stages on processes of their own that leave layers out, or do not use what they share, in some steps only: gradients,
+clipping and AdamW as in plain torch, whatever the first step used."""
+import copy
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import globaltensor as gt
+
+
+class Block(nn.Module):
+    """A layer that some steps leave out; two of them may share a weight."""
+
+    def __init__(self, weight=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6)) if weight is None else weight
+        self.bias = nn.Parameter(torch.randn(6))
+        self.used = True
+
+    def forward(self, x):
+        return x + torch.tanh(x @ self.weight + self.bias) if self.used else x
+
+
+torch.set_default_dtype(torch.float64)
+# which of the blocks each step uses: the last one shares the weight of the first
+USED = [(1, 1, 0, 0), (1, 1, 1, 1), (0, 1, 1, 1), (1, 0, 0, 0), (0, 1, 1, 0), (0, 1, 0, 1), (1, 1, 1, 1), (1, 1, 0, 0)]
+for schedule, order in itertools.product(("gpipe", "zb-h1"), (1, -1)):
+    torch.manual_seed(0)
+    first = Block()
+    plain = nn.Sequential(nn.Linear(6, 6), first, Block(), nn.Linear(6, 6), Block(), Block(first.weight))
+    blocks = list(copy.deepcopy(plain))
+    runner = gt.pipeline([nn.Sequential(*blocks[:3]), nn.Sequential(*blocks[3:])],
+                         [gt.placement("cpu", [rank]) for rank in range(2)], schedule, 2, F.mse_loss)
+    own = [*nn.ModuleList(blocks).parameters()]
+    optimizers = [torch.optim.AdamW(parameters, lr=0.01) for parameters in (own, plain.parameters())]
+    for step, used in enumerate(USED[::order]):
+        for model in (blocks, plain):
+            for block, is_used in zip((model[1], model[2], model[4], model[5]), used):
+                block.used = bool(is_used)
+        x, y = torch.randn(2, 8, 6)
+        loss = runner.step(x, y)
+        want = sum(F.mse_loss(plain(a), b) / 2 for a, b in zip(x.chunk(2), y.chunk(2)))
+        want.backward()
+        for p, q in zip(own, plain.parameters()):
+            where = f"rank {gt.rank()}, {schedule}, step {step} of order {order}"
+            assert (p.grad is None) == (q.grad is None), where
+            if q.grad is not None:
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-9, atol=1e-12, msg=where)
+        norms = [nn.utils.clip_grad_norm_(parameters, 0.5) for parameters in (own, plain.parameters())]
+        torch.testing.assert_close(norms[0].full_tensor(), norms[1], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(loss.full_tensor(), want, rtol=1e-9, atol=1e-12)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
