@@ -14,6 +14,7 @@ from torch import nn
 import globaltensor as gt
 from globaltensor.layouts.layout import layout
 from globaltensor.layouts.regions import split_range
+from globaltensor.tensors.copying import view_again
 
 B, S, P = gt.sbp.broadcast, gt.sbp.split, gt.sbp.partial_sum
 TWO = gt.placement("cpu", [0, 1])
@@ -194,6 +195,44 @@ def test_what_torch_saves_it_loads_without_trusting_the_file(where, sbp):
         assert str(loaded.spec) == str(saved.spec)
         assert isinstance(loaded, nn.Parameter) == isinstance(saved, nn.Parameter)
         assert torch.equal(loaded.full_tensor(), saved.full_tensor())
+
+
+def _saved(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+VIEWS = {"rows": lambda x: x[1:], "every other": lambda x: x[::2], "column": lambda x: x[:, 0], "row": lambda x: x[0],
+         "t": lambda x: x.t(), "flat": lambda x: x.view(-1), "view": lambda x: x.view(2, 4),
+         "expanded": lambda x: x[1:2].expand(3, 2), "chunk": lambda x: x.chunk(2)[1], "chain": lambda x: x[1:].t()[0],
+         "conj": lambda x: x.conj(), "conj of rows": lambda x: x[1:].conj()}
+
+
+@pytest.mark.parametrize("way", [_saved, lambda state: pickle.loads(pickle.dumps(state)), copy.deepcopy],
+                         ids=["torch.save", "pickle", "deepcopy"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_what_is_saved_together_shares_memory_as_in_plain_torch(view, way):
+    def run(x):
+        x, seen = way([x, VIEWS[view](x)])
+        results = [seen.clone(), seen.is_conj()]
+        x.mul_(3)
+        results.append(seen.clone())
+        if view != "expanded":
+            seen.mul_(2)
+        return [*results, x]
+    plain = torch.arange(8.0).reshape(4, 2).to(torch.complex64) * (1 + 2j)
+    for where, sbp in [(TWO, B), (TWO, S(0)), (TWO, S(1)), (TWO, P), (PLACES[2], (S(0), S(1)))]:
+        for wanted, got in zip(run(plain.clone()), run(gt.from_full(plain, where, sbp)), strict=True):
+            assert torch.equal(wanted, got.full_tensor()) if isinstance(wanted, torch.Tensor) else wanted == got
+
+
+def test_a_pickle_makes_no_view_by_an_op_that_is_none():
+    x = gt.zeros(4, placement=TWO, sbp=S(0))
+    for name in ("aten::add_.Scalar", "aten::mul.Scalar"):
+        with pytest.raises(gt.GlobalTensorError, match="a pickled view by"):
+            view_again(x, [(name, [1], 0)], False, False, {})
+    assert x.tolist() == [0] * 4
 
 
 INDICES = [1, -1, slice(1, 3), slice(None, None, 2), (slice(None), 0), (2, slice(1, 3)), (..., 1), slice(4, 2),

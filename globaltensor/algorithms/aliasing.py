@@ -25,6 +25,7 @@ from globaltensor.errors import InPlaceError
 from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Shards, Spec, spec
 from globaltensor.layouts.symbols import expected, has_symbols
+from globaltensor.rules.call import arguments
 from globaltensor.runtime import lineage, trace_order
 from globaltensor.runtime.memory_writes import MemoryWrites, count_write, watched_writes
 from globaltensor.runtime.native import torch_ext
@@ -43,6 +44,31 @@ class Origin(NamedTuple):
     @property
     def base(self) -> Any:
         return self.values[0]
+
+
+# View ops from a base on: each with its arguments, lists as tuples, and which result it is.
+ViewSteps = tuple[tuple[OpOverload, tuple[Any, ...], int], ...]
+
+
+def base_and_steps(view: Any) -> tuple[Any, ViewSteps]:
+    """The tensor with memory at the end of the chain, and the view ops from there on."""
+    steps: list[tuple[OpOverload, tuple[Any, ...], int]] = []
+    base = view
+    while (origin := base.origin) is not None:
+        values = tuple(tuple(v) if isinstance(v, list) else v for v in origin.values[1:])
+        steps.insert(0, (origin.func, values, origin.nth))
+        base = origin.base
+    return base, tuple(steps)
+
+
+def replay_views(steps: ViewSteps, view: Any, run: Callable[..., Any]) -> Any:
+    """The view at the end of a chain from this base on."""
+    for func, values, nth in steps:
+        names = arguments(func)
+        args = [view, *[value for a, value in zip(names[1:], values) if not a.keyword]]
+        result = run(func, *args, **{a.name: value for a, value in zip(names[1:], values) if a.keyword})
+        view = result[nth] if isinstance(result, (tuple, list)) else result
+    return view
 
 
 def view_spec(view: Spec) -> Spec:

@@ -6,13 +6,13 @@ both look like a write in place, so gradients are torch's own business.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from globaltensor.algorithms.aliasing import has_own_memory, value_spec
+from globaltensor.algorithms.aliasing import ViewSteps, base_and_steps, has_own_memory, replay_views, value_spec
 from globaltensor.algorithms.run import Run
 from globaltensor.dispatch import foreach
 from globaltensor.errors import InPlaceError, PlacementError
@@ -30,7 +30,7 @@ from globaltensor.layouts.view_parts import (
     scattered_elements,
     straight,
 )
-from globaltensor.rules.call import Call, arguments, written
+from globaltensor.rules.call import Call, written
 from globaltensor.runtime.agreement import compare_plain
 from globaltensor.runtime.meta import meta
 from globaltensor.runtime.torch_internals import OpOverload, is_of_a_trace, storage_id, without_modes
@@ -87,12 +87,12 @@ def _write_to_whole_bases(call: Call, run: Run, views: Sequence[Any]) -> Any:
     wholes: dict[int, tuple[Any, Any]] = {}          # by the id of a base, with it
     values = {}
     for view in views:
-        base, steps = _base_and_steps(view)
+        base, steps = base_and_steps(view)
         if id(base) not in wholes:
             whole, = run.redistribute([base], [base.spec.layout.replicated], str(call.func))
             shards = {rank: laid_out(t, base.spec.shape, base.spec.stride) for rank, t in whole.shards.items()}
             wholes[id(base)] = base, run.wrap(whole.spec, shards)
-        values[id(view)] = _replay_views(steps, wholes[id(base)][1], run)
+        values[id(view)] = replay_views(steps, wholes[id(base)][1], run)
     result = _run_on(values, views, call, run)
     for base, whole in wholes.values():
         run(aten.copy_.default, base, whole)
@@ -194,10 +194,6 @@ class _Position(NamedTuple):
     repeats: bool
 
 
-# View ops from a base on: each with its arguments, lists as tuples, and which result it is.
-_Steps = tuple[tuple[OpOverload, tuple[Any, ...], int], ...]
-
-
 class _View(NamedTuple):
     """Elements of this dtype in the memory of a base, and what torch would do to them."""
 
@@ -211,26 +207,16 @@ def _without_elements(base: Spec) -> Tensor:
     return torch.empty_strided(base.shape, base.stride, dtype=base.dtype, device="meta")
 
 
-def _replay_views(steps: _Steps, view: Any, run: Callable[..., Any]) -> Any:
-    """The view at the end of a chain from this base on."""
-    for func, values, nth in steps:
-        names = arguments(func)
-        args = [view, *[value for a, value in zip(names[1:], values) if not a.keyword]]
-        result = run(func, *args, **{a.name: value for a, value in zip(names[1:], values) if a.keyword})
-        view = result[nth] if isinstance(result, (tuple, list)) else result
-    return view
-
-
 @remembered
-def _view_of_whole(base: Spec, steps: _Steps) -> _View:
+def _view_of_whole(base: Spec, steps: ViewSteps) -> _View:
     """The view at the end of a chain, as if the base were in one piece."""
-    view = _replay_views(steps, _without_elements(base), lambda func, *args, **named: meta(func, args, named))
+    view = replay_views(steps, _without_elements(base), lambda func, *args, **named: meta(func, args, named))
     at = Strided(tuple(view.shape), view.stride(), int(view.storage_offset()))
     return _View(at, view.dtype, lazy_bits_of(view))
 
 
 @remembered
-def _position(base: Spec, steps: _Steps) -> _Position:
+def _position(base: Spec, steps: ViewSteps) -> _Position:
     """Raises InPlaceError for a view whose elements are parts of those of the base, or several of them."""
     view = _view_of_whole(base, steps)
     memory = _as_dtype(_without_elements(base), view.dtype)
@@ -257,26 +243,15 @@ def _as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
                        "clone() the view first; to write, write into the tensor itself")
 
 
-def _base_and_steps(view: Any) -> tuple[Any, _Steps]:
-    """The tensor with memory at the end of the chain, and the view ops from there on."""
-    steps: list[tuple[OpOverload, tuple[Any, ...], int]] = []
-    base = view
-    while (origin := base.origin) is not None:
-        values = tuple(tuple(v) if isinstance(v, list) else v for v in origin.values[1:])
-        steps.insert(0, (origin.func, values, origin.nth))
-        base = origin.base
-    return base, tuple(steps)
-
-
 def _base(view: Any) -> tuple[Any, _Position]:
     """The tensor with memory at the end of the chain, and where the view is in it."""
-    base, steps = _base_and_steps(view)
+    base, steps = base_and_steps(view)
     return base, _position(base.spec, steps)
 
 
 def start_in_base(t: Any) -> int:
     """How many bytes into the memory at the end of its chain a tensor begins."""
-    base, steps = _base_and_steps(t)
+    base, steps = base_and_steps(t)
     view = _view_of_whole(base.spec, steps)
     return view.at.offset * view.dtype.itemsize
 
@@ -358,7 +333,7 @@ class _Target:
                 or source.dtype != self.position.dtype:
             return False
         # only what may be the same is looked for in memory: a value may be a view that nothing can be written to
-        base, steps = _base_and_steps(source)
+        base, steps = base_and_steps(source)
         return same_memory(base, self.base) and _position(base.spec, steps) == self.position
 
     def value(self, run: Run, op: str) -> GlobalLike:

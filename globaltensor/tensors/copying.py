@@ -1,4 +1,4 @@
-"""Copies of global tensors, their class, and what users have set on them."""
+"""Copies and pickles of global tensors, their class, and what users have set on them."""
 from __future__ import annotations
 
 from copy import deepcopy
@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from globaltensor.algorithms.aliasing import base_and_steps, replay_views
 from globaltensor.errors import GlobalTensorError
-from globaltensor.runtime.torch_internals import end_graph
+from globaltensor.runtime.torch_internals import OpOverload, end_graph
+from globaltensor.runtime.world import world
 from globaltensor.tensors import gradients
 
 _OURS = {"spec", "lineage", "_shards", "arriving", "boxed_view", "viewed", "traced", "made_after", "completed",
@@ -90,13 +92,65 @@ def deep_copy(x: Any, memo: dict[int, Any]) -> Any:
 
 def _copy_in_copied_memory(x: Any, memo: dict[int, Any]) -> Any:
     """The same of the copy of its memory, of which torch makes one for all tensors that share it."""
-    origin = x.origin
-    if origin is not None:
-        with torch.no_grad():
-            views = origin.func(_copy_in_copied_memory(origin.base, memo), *origin.values[1:])
-        return views if isinstance(views, torch.Tensor) else views[origin.nth]
     if x.spec.lazy_bits or x.emptied_later is not None:
         return x.detach().clone()
+    base, steps = base_and_steps(x)
+    if steps:
+        with torch.no_grad():
+            return replay_views(steps, _copy_in_copied_memory(base, memo), _do)
     value = type(x).wrap(x.spec, {rank: deepcopy(shard.detach(), memo) for rank, shard in x.shards.items()})
     value.lineage = x.lineage
     return value
+
+
+# ---------------------------------------------------------------------------------------------- pickled, by torch.save
+
+
+def saved_shards(x: Any) -> dict[int, torch.Tensor]:
+    """The shards of a tensor, for a pickle. Of tensors that share memory torch.save writes it once, and a plain pickle
+    has each tensor by itself, as of plain tensors."""
+    if not world().single_process:
+        raise GlobalTensorError("pickling a global tensor in one of several processes", "each process holds only "
+                                "its own shards", "gt.save(x, file), or x.full_tensor(), by all of them")
+    return {rank: shard.detach() for rank, shard in x.shards.items()}
+
+
+def saved_marks(x: Any) -> tuple[Any, ...]:
+    """What else of a tensor is pickled: whether it requires a gradient, is a parameter, and what users have set."""
+    return x.requires_grad, isinstance(x, torch.nn.Parameter), user_attributes(x)
+
+
+def saved_view(x: Any) -> tuple[Any, ...] | None:
+    """A boxed view as its base, whose memory is that of what else is pickled, and the calls that made it."""
+    base, steps = base_and_steps(x)
+    calls = [(func.name(), values, nth) for func, values, nth in steps]
+    return (view_again, (base.detach(), calls, *saved_marks(x))) if calls else None
+
+
+def view_again(base: Any, calls: list[tuple[str, tuple[Any, ...], int]], requires_grad: bool, is_parameter: bool,
+               attributes: dict[str, Any]) -> Any:
+    """A boxed view that was pickled: the same of its base. Raises for any other op: a file may name each."""
+    steps = tuple((_view_op(name), values, nth) for name, values, nth in calls)
+    with torch.no_grad():
+        return with_marks(replay_views(steps, base, _do), requires_grad, is_parameter, attributes)
+
+
+def _view_op(name: str) -> OpOverload:
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    func = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    if not isinstance(func, OpOverload) or not func.is_view:
+        raise GlobalTensorError(f"a pickled view by {name}", "the op does not give views",
+                                "a file that torch.save wrote of global tensors")
+    return func
+
+
+def _do(func: OpOverload, *args: Any, **named: Any) -> Any:
+    return func(*args, **named)
+
+
+def with_marks(x: Any, requires_grad: bool, is_parameter: bool, attributes: dict[str, Any]) -> Any:
+    """With what else of it was pickled."""
+    x = torch.nn.Parameter(x, requires_grad) if is_parameter else x.requires_grad_(requires_grad)
+    x.__dict__.update(attributes)
+    return x

@@ -6,7 +6,7 @@ above any tensor; ops arrive below, at `__torch_dispatch__`.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ from globaltensor.runtime.torch_internals import (
     no_torch_function,
     reading_lazy_bits,
 )
-from globaltensor.runtime.world import device_here, world
+from globaltensor.runtime.world import device_here
 from globaltensor.tensors import (
     attention,
     backward,
@@ -344,13 +344,12 @@ class GlobalTensor(TorchMethods):
 
     @api_boundary
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if not world().single_process:
-            raise GlobalTensorError("pickling a global tensor in one of several processes", "each process holds only "
-                                    "its own shards", "gt.save(x, file), or x.full_tensor(), by all of them")
+        view = copying.saved_view(self)
+        if view is not None:
+            return view
         own = self.spec                              # as plain values, which `torch.load(weights_only=True)` reads
-        shards = {rank: shard.resolve_conj().resolve_neg() for rank, shard in self.shards.items()}
-        return _rebuild, (self.placement, [str(s) for s in self.sbp], shards, own.shape, own.stride, own.dtype,
-                          self.requires_grad, isinstance(self, torch.nn.Parameter), copying.user_attributes(self))
+        return _rebuild, (self.placement, [str(s) for s in self.sbp], copying.saved_shards(self), own.shape,
+                          own.stride, own.dtype, *copying.saved_marks(self), sorted(own.lazy_bits))
 
     __copy__, __deepcopy__, as_subclass = copying.same_memory_copy, copying.deep_copy, copying.keep_global
     __float__, __int__, __index__, __bool__, __complex__ = value_reads.NUMBERS
@@ -358,16 +357,14 @@ class GlobalTensor(TorchMethods):
 
 
 def _rebuild(where: placement, sbps: list[str], shards: Shards, shape: Shape, stride: Shape, dtype: torch.dtype,
-             requires_grad: bool, is_parameter: bool, attributes: dict[str, Any]) -> Any:
+             requires_grad: bool, is_parameter: bool, attributes: dict[str, Any], lazy_bits: Sequence[str] = ()) -> Any:
     """A tensor that was pickled, of shards that this process has."""
     dst = resolve_layout(where, sbps, len(shape))
-    x: Any = GlobalTensor.wrap(spec(dst, tuple(shape), tuple(stride), dtype), shards)
-    x = torch.nn.Parameter(x, requires_grad) if is_parameter else x.requires_grad_(requires_grad)
-    x.__dict__.update(attributes)
-    return x
+    of = spec(dst, tuple(shape), tuple(stride), dtype, lazy_bits=frozenset(lazy_bits))
+    return copying.with_marks(GlobalTensor.wrap(of, shards), requires_grad, is_parameter, attributes)
 
 
-torch.serialization.add_safe_globals([_rebuild, placement])     # it runs nothing that the file says
+torch.serialization.add_safe_globals([_rebuild, copying.view_again, placement])  # it runs nothing that the file says
 
 
 def _at_our_key(func: OpOverload) -> None:
