@@ -1,12 +1,14 @@
 """Parameters keep their identity, in a child process that a mistake could kill, and stand-ins leave no trace."""
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
 import torch
 from harness import PROGRAMS, PYTHON, RUN, environment, good
 from torch import nn
+from torch.nn.utils import parametrize
 
 import globaltensor as gt
 from globaltensor.errors import GlobalTensorError
@@ -47,6 +49,32 @@ def test_a_process_with_several_ranks_has_no_one_local_module():
     with pytest.raises(GlobalTensorError, match="drives several ranks"):
         module.to_local()
     assert module.weight.is_global
+
+
+@pytest.mark.parametrize("graph_lives", [True, False])
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_parametrization_without_a_right_inverse_leaves_graphs_as_they_are(graph_lives, hooked):
+    """As in plain torch: those from before it, and later ones."""
+    def run(module, x):
+        calls = []
+        before = module(x)
+        if hooked:
+            module.weight.register_hook(lambda gradient: calls.append("hook"))
+            module.weight.register_post_accumulate_grad_hook(lambda p: calls.append("post"))
+        parameter = module.weight
+        if not graph_lives:
+            del before
+        parametrize.register_parametrization(module, "weight", nn.Tanh())
+        assert module.parametrizations.weight.original is parameter
+        for loss in [module(x).pow(2).sum(), *([before.sum()] if graph_lives else []), module(x).sum()]:
+            loss.backward()
+        return parameter.grad, calls
+    torch.manual_seed(20_261_129)
+    plain, x, where = nn.Linear(4, 4), torch.randn(3, 4), gt.placement("cpu", [0, 1])
+    module = copy.deepcopy(plain).to_global(where, gt.sbp.split(0))
+    (wanted, expected), (gradient, calls) = run(plain, x), run(module, gt.from_full(x, where, gt.sbp.broadcast))
+    torch.testing.assert_close(gradient.full_tensor(), wanted)
+    assert calls == expected
 
 
 def test_a_stand_in_is_what_the_forward_finds_and_nothing_else():

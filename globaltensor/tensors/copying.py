@@ -30,6 +30,9 @@ def swap_attributes(x: Any, others: dict[str, Any]) -> None:
     one, sets `x.__dict__` to that of y, and `y.__dict__` to that of x. What is noted of the gradients of a leaf, and
     what users have set on it and y has not, stays where it is. Hooks, which torch would leave behind, stay as well."""
     own = attributes.__get__(x)
+    if others is own:                                # x and x, by torch's `register_parametrization`
+        _allow_backward(x)
+        return
     notes, coming = (its.get(gradients.ATTRIBUTE, gradients.LeafGradient()) for its in (own, others))
     order = coming.order
     if order is not None and notes.order is not None or x._post_accumulate_grad_hooks:
@@ -44,6 +47,19 @@ def swap_attributes(x: Any, others: dict[str, Any]) -> None:
             x._backward_hooks = hooks[0]
         if hooks[1] is not None:
             x._post_accumulate_grad_hooks = hooks[1]
+
+
+def _allow_backward(x: torch.Tensor) -> None:
+    """`swap_tensors` lets what accumulates the gradient of a leaf raise, for graphs that have saved it as it was. What
+    is swapped with itself stays that."""
+    if x.is_leaf and x.requires_grad:
+        node = torch.autograd.graph.get_gradient_edge(x).node    # held: else it ends here, where no graph has it
+        ours = node.register_prehook(lambda gradients: None)
+        hooks: dict[int, Any] = ours.hooks_dict_ref() or {}
+        for key, hook in list(hooks.items()):
+            if hook.__qualname__.startswith(torch.utils.swap_tensors.__name__ + "."):
+                del hooks[key]
+        ours.remove()
 
 
 def data_of(x: Any) -> Any:
