@@ -724,12 +724,15 @@ def changed(**more):
 
 
 @pytest.mark.parametrize("make, words", [
-    (lambda: changed(extra=torch.ones(2)), "the state has a tensor 'extra', the checkpoint in"),
-    (lambda: changed(extra=1), "the state has a value 'extra'"),
-    (lambda: {k: v for k, v in small(1).items() if k != "step"}, "has a value 'step', the state does not"),
+    (lambda: changed(extra=torch.ones(2)), "the state has a value 'extra', the checkpoint in"),
+    (lambda: changed(extra=1), "try:   gt.load({k: v for k, v in state.items() if k not in ['extra']}, '"),
     (lambda: {**changed(modle=nn.Linear(6, 5))}, "the closest there: "),
+    (lambda: {"modle": small(1)["model"]}, "try:   the key 'model' in place of 'modle'"),
+    (lambda: {"step": 1, "extra": None}, "the state has a value 'extra'"),
     (lambda: changed(model=nn.Linear(6, 4)), "'model/weight' is [4, 6] in the state, [5, 6] in the checkpoint"),
-    (lambda: changed(model=nn.Linear(6, 5).double()), "x.to(torch.float32) before loading"),
+    (lambda: changed(model=nn.Linear(6, 5).double()), "model.to(torch.float32) before it is loaded, and "
+     "model.to(torch.float64) behind that"),
+    (lambda: changed(model={"weight": torch.ones(5, 6).double(), "bias": torch.ones(5)}), "x.to(torch.float32) before"),
     (lambda: changed(model=nn.Linear(6, 5, bias=False)), "has a tensor 'model/bias', the state does not"),
     (lambda: changed(step=torch.ones(1)), "the state has a tensor 'step'"),
     (lambda: changed(optimizer=torch.optim.AdamW(nn.Linear(6, 4).parameters())), "its parameter [4, 6]"),
@@ -752,6 +755,31 @@ def test_what_does_not_fit_is_named_and_changes_nothing(make, words, tmp_path):
     after = {k: v.state_dict() if hasattr(v, "state_dict") else None for k, v in state.items()}
     assert repr(after) == repr(before)
     assert words in str(error.value), error.value
+
+
+@pytest.mark.parametrize("keys", [("model",), ("optimizer", "step"), ("step",), ()], ids=str)
+def test_a_part_of_what_was_saved_is_loaded_by_its_keys(keys, tmp_path):
+    whole, state = small(), small(1)
+    save(whole, tmp_path)
+    before = model_bits(state["model"]), optimizer_bits(state["optimizer"])
+    loaded = load({key: state[key] for key in keys}, tmp_path)
+    after = model_bits(state["model"]), optimizer_bits(state["optimizer"])
+    saved = model_bits(whole["model"]), optimizer_bits(whole["optimizer"])
+    assert after == tuple(new if key in keys else old for key, new, old in zip(("model", "optimizer"), saved, before))
+    assert tuple(loaded) == keys and loaded.get("step", whole["step"]) == whole["step"]
+    assert all(loaded[key] is state[key] for key in keys if key != "step")
+    if keys:
+        with pytest.raises(CheckpointError, match=r"try:   gt\.load\(state, '"):
+            gt.resume({key: state[key] for key in keys}, tmp_path)
+
+
+def test_of_a_dict_with_ints_for_keys_too(tmp_path):
+    save({0: torch.ones(2), 1: torch.ones(3), 10: [5]}, tmp_path)
+    x = torch.zeros(3)
+    assert load({1: x}, tmp_path)[1] is x and x.tolist() == [1] * 3
+    assert load({10: None}, tmp_path) == {10: [5]}
+    with pytest.raises(CheckpointError, match="keys of"):
+        load({"1": x}, tmp_path)
 
 
 class Sampler:

@@ -56,20 +56,22 @@ def load_folder(state: Any, directory: str | os.PathLike[str]) -> Any:
 
     state      as it was passed to `save`, under any layout and number of ranks: its tensors are written in place (they
                stay the same objects; modules on the meta device get memory), its objects get load_state_dict. A fresh
-               optimizer needs no state yet: its new tensors are laid out like the parameters they belong to
+               optimizer needs no state yet: its new tensors are laid out like the parameters they belong to. A dict
+               may have some of the keys that were saved, such as {"model": model}: the others are left
     directory  as it was passed to `save`, or one version in it, such as run/checkpoint/step-00000003
 
     Returns a state of the same structure, with these same tensors and objects, and the plain values that were saved.
     A tensor's dtype, shape and name must be as saved. Raises CheckpointError, on every process and before anything is
     changed, where something is missing, damaged, or does not fit; it names the piece and the rank that needs it.
     """
-    return load_version(state, folder_at(directory))[0]
+    return load_version(state, folder_at(directory), part=True)[0]
 
 
-def load_version(state: Any, directory: Folder) -> tuple[Any, Manifest]:
-    """The same, and the manifest of the version that was loaded."""
+def load_version(state: Any, directory: Folder, part: bool) -> tuple[Any, Manifest]:
+    """The same, and the manifest of the version that was loaded. Without `part` the state has all keys that were saved.
+    """
     need_safetensors()
-    checked = collective_try("loading a checkpoint", lambda: _check_loadable(state, directory),
+    checked = collective_try("loading a checkpoint", lambda: _check_loadable(state, directory, part),
                              lambda checked: checked.digest)
     entries, flat = checked.manifest.entries, checked.flat
     undo: list[Callable[[], None]] = []
@@ -104,9 +106,13 @@ def read_manifest(directory: Folder) -> tuple[Folder, Manifest, str]:
     return folder, parse_manifest(data, str(folder / folders.MANIFEST)), actual
 
 
-def _check_loadable(state: Any, directory: Folder) -> CheckedState:
+def _check_loadable(state: Any, directory: Folder, part: bool) -> CheckedState:
     """Everything that can go wrong, before anything is changed."""
     folder, manifest, digest = read_manifest(directory)
+    if isinstance(state, dict):
+        names = {join_path("", key): key for key in state}
+        _check_top_level(names, manifest, directory, folder, part)
+        manifest = manifest.of(names)
     flat = flatten(state)
     files = CheckpointFiles(folder)
     new = _new_tensors(manifest, flat)
@@ -122,6 +128,21 @@ def _check_loadable(state: Any, directory: Folder) -> CheckedState:
     _check_keys(state, decode(manifest.state, lambda name: None), "", f"the checkpoint in {folder}")
     files.verify(needed(targets, manifest.entries), ((manifest.entries[name], t) for name, t in new.items()))
     return CheckedState(digest, manifest, files, flat, new)
+
+
+def _check_top_level(names: dict[str, Any], manifest: Manifest, directory: Folder, folder: Folder, part: bool) -> None:
+    """Check that the checkpoint has the keys of a state, and without `part` that the state has all of its."""
+    saved = manifest.top_level()
+    if saved is None:
+        return                                       # no dict was saved: what is compared later tells of it
+    lacking = [key for name, key in names.items() if name not in saved]
+    if lacking:
+        near = closest(lacking[0], saved - set(names))
+        fix = f"the key {near[0]!r} in place of {lacking[0]!r}" if near else (
+            f"gt.load({{k: v for k, v in state.items() if k not in {lacking}}}, '{directory}')" * (len(lacking) < 5))
+    else:
+        fix = f"gt.load(state, '{directory}'), which leaves what the state does not name"
+    check_names(names, names if part and not lacking else saved, f"the checkpoint in {folder}", "value", fix)
 
 
 def needed(targets: dict[str, torch.Tensor], entries: dict[str, Entry]) -> Iterable[tuple[Entry, Any, int]]:
@@ -154,7 +175,9 @@ def check_fit(entry: Entry, t: torch.Tensor, dtype: bool = True) -> None:
                               "a checkpoint is loaded into tensors of the same shapes", "the model that was saved")
     if dtype and t.dtype != entry.dtype:
         raise CheckpointError(f"{entry.name!r} is {t.dtype} in the state, {entry.dtype} in the checkpoint",
-                              "values are loaded bit for bit, never rounded", f"x.to({entry.dtype}) before loading")
+                              "values are loaded bit for bit, never rounded",
+                              f"model.to({entry.dtype}) before it is loaded, and model.to({t.dtype}) behind that"
+                              if isinstance(t, nn.Parameter) else f"x.to({entry.dtype}) before loading")
     check_loadable(t, f"{entry.name!r} of the state")
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import torch
 
 from globaltensor.checkpoint.hashes import hash_kind
 from globaltensor.checkpoint.tensor_files import NAMES
-from globaltensor.checkpoint.tree import decode
+from globaltensor.checkpoint.tree import decode, join_path
 from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.layout import Shape
 from globaltensor.layouts.regions import Region
@@ -61,6 +61,20 @@ class Manifest(NamedTuple):
     entries: dict[str, Entry]
     state: Any
     random: str = ""
+
+    def top_level(self) -> set[str] | None:
+        """The names of the keys, where a dict was saved; else None."""
+        kind = next(iter(self.state)) if isinstance(self.state, dict) else ""
+        return {join_path("", key) for key in dict(self.state[kind])} if kind in ("dict", "items") else None
+
+    def of(self, names: Collection[str]) -> Manifest:
+        """That of these keys alone, where a dict was saved."""
+        if self.top_level() is None:
+            return self
+        [(kind, inner)] = self.state.items()
+        state = {key: value for key, value in dict(inner).items() if join_path("", key) in names}
+        return Manifest({name: entry for name, entry in self.entries.items() if name.partition("/")[0] in names},
+                        {kind: state if kind == "dict" else [list(item) for item in state.items()]}, self.random)
 
 
 def region_text(region: Region) -> str:

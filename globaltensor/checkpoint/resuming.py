@@ -37,7 +37,7 @@ def resume(state: T, directory: str | os.PathLike[str]) -> T:
     """The state of the last whole version in a folder that `gt.save` wrote; `state` itself where there is none.
     Collective.
 
-    state      as it was passed to `save`; see `gt.load`
+    state      as it was passed to `save`, with all of its keys; see `gt.load`, which takes some of them
     directory  as it was passed to `save`; need not exist
 
     Sets torch's random state, too. A version that cannot be loaded is passed over with a warning, if one before it can.
@@ -52,7 +52,7 @@ def resume(state: T, directory: str | os.PathLike[str]) -> T:
     first: CheckpointError | None = None
     for name in broadcast_object(newest_first, 0, "looking for a checkpoint"):
         try:
-            state, manifest = load_version(state, path / name)
+            state, manifest = load_version(state, path / name, part=False)
         except CheckpointError as error:
             first = first or error
             continue
