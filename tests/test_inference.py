@@ -157,6 +157,19 @@ def test_products_of_nested_tensors_are_refused(name, grad):
             MULTIPLIED[name](plain_nested(torch.strided), spread(plain, ranks, sbp).requires_grad_(grad))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("grad", [False, True])
+def test_so_are_jagged_ones_whose_elements_would_be_global(grad):
+    """torch calls an op on the elements of those, and its backward pass knows no global ones."""
+    for ranks, sbp in LAYOUTS[:3]:
+        w = spread(torch.randn(4, 3), ranks, sbp).requires_grad_(grad)
+        v = spread(torch.randn(3), ranks, [B] * len(sbp)).requires_grad_(grad)
+        for run in (lambda t: F.linear(t, w), lambda t: t * v, lambda t: t @ w.T,
+                    lambda t: F.layer_norm(t, (3,), v, v)):
+            with pytest.raises(GlobalTensorError, match="nested tensor"):
+                run(plain_nested(torch.jagged))
+
+
 LINALG = {
     "inv": torch.linalg.inv, "solve": lambda a: torch.linalg.solve(a, a.mT),
     "cholesky": lambda a: torch.linalg.cholesky(a @ a.mT),

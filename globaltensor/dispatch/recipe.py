@@ -28,6 +28,7 @@ from globaltensor.layouts.regions import Region
 from globaltensor.layouts.view_parts import ViewSlices
 from globaltensor.rules.call import Call, Slot, arguments
 from globaltensor.rules.language import Signature
+from globaltensor.runtime.memory import refuse_nested
 from globaltensor.runtime.torch_internals import OpOverload
 
 RankArgs = dict[int, tuple[tuple[int | str, Any], ...]]
@@ -153,8 +154,7 @@ def output_spec(result: Any, where: Layout) -> Spec | None:
     if not isinstance(result, torch.Tensor):
         return None
     if result.is_nested:
-        raise GlobalTensorError("a nested tensor made of a global one", "a global tensor has one size along each dim",
-                                "padded tensors with a mask; nn.TransformerEncoder(..., enable_nested_tensor=False)")
+        refuse_nested()
     if result.layout is not torch.strided or result.is_quantized:
         kind = "quantized" if result.is_quantized else f"of layout {result.layout}"
         raise GlobalTensorError(f"a tensor made of a global one would be {kind}",

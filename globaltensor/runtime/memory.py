@@ -6,7 +6,8 @@ tensors whose storage was freed. Every place that takes a plain tensor asks here
 """
 from __future__ import annotations
 
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 
@@ -52,6 +53,17 @@ def missing(t: torch.Tensor) -> tuple[str, str] | None:
     return "a tensor whose storage was freed", "t.clone(), taken before its storage was resized to 0"
 
 
+def refuse_nested() -> NoReturn:
+    """Raise GlobalTensorError for a nested tensor with the elements of a global one."""
+    raise GlobalTensorError("a nested tensor made of a global one", "a global tensor has one size along each dim",
+                            "padded tensors with a mask; nn.TransformerEncoder(..., enable_nested_tensor=False)")
+
+
+def makes_nested(by: FrameType) -> bool:
+    """Is it where torch gives a nested tensor its elements? Of jagged ones torch does each op itself."""
+    return by.f_code.co_name == "__new__" and by.f_globals["__name__"].startswith("torch.nested.")
+
+
 def refuse_fake_mode(placement: Any, what: str) -> None:
     """Raise GlobalTensorError under FakeTensorMode, where the shards on a placement would be fake: boxings read memory.
     On the meta device global tensors have none anyway."""
@@ -65,7 +77,7 @@ def refuse_fake_mode(placement: Any, what: str) -> None:
 class NoMemory(torch.UntypedStorage):
     """The storage of a global tensor, by which others may count bytes, but not tell tensors apart."""
 
-    def data_ptr(self) -> Any:
+    def data_ptr(self, *_: Any, **__: Any) -> Any:
         raise GlobalTensorError("the address or the bytes of a global tensor's storage", "it has no memory of its own",
                                 "x.full_tensor(), x.to_local(), or its shards: x.shards[rank]; to save a model, "
                                 'gt.save_safetensors(model, folder) or gt.save({"model": model}, folder); with '
@@ -76,4 +88,4 @@ class NoMemory(torch.UntypedStorage):
                                 "it has no memory of its own", "for a model gt.parallelize and gt.zero(optimizer, "
                                 "stage=3, model=model), without torch's wrapper; x.resize_(...) for a tensor")
 
-    __reduce__ = data_ptr
+    __reduce__ = cpu = cuda = to = clone = tolist = byteswap = data_ptr

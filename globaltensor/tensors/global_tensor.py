@@ -6,6 +6,7 @@ above any tensor; ops arrive below, at `__torch_dispatch__`.
 """
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from globaltensor.layouts.placement import placement, placement as Placement
 from globaltensor.layouts.sbp import NdSbp, SbpLike
 from globaltensor.op_table.variants import LOSES_OUT, READS_MEMORY
 from globaltensor.runtime import custom_ops, trace_order
-from globaltensor.runtime.memory import NoMemory
+from globaltensor.runtime.memory import NoMemory, makes_nested, refuse_nested
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import (
     OWN_KEY,
@@ -289,6 +290,8 @@ class GlobalTensor(TorchMethods):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """As large as the tensor, without memory."""
+        if makes_nested(sys._getframe(1)):
+            refuse_nested()
         return NoMemory(self.spec.expected.nbytes if self.traced else self.nbytes, device="meta")
 
     @property

@@ -216,6 +216,9 @@ HANDS = {                                            # what asks for the memory 
     "storage address": lambda x, t: x.untyped_storage().data_ptr(),
     "typed storage address": lambda x, t: x.storage().data_ptr(),
     "storage saved": lambda x, t: torch.save(x.untyped_storage(), io.BytesIO()),
+    "typed storage saved": lambda x, t: torch.save([x, x.storage()], io.BytesIO()),
+    "storage on the CPU": lambda x, t: x.untyped_storage().cpu(),
+    "storage swapped": lambda x, t: x.untyped_storage().byteswap(torch.float32),
 }
 HARMLESS = {                                         # an error of torch's own will do, and so will a storage on meta
     "to_dlpack": lambda x, t: torch.utils.dlpack.to_dlpack(x), "memoryview": lambda x, t: memoryview(x),
