@@ -46,11 +46,11 @@ from globaltensor.runtime.world import device_here
 from globaltensor.tensors import (
     attention,
     backward,
-    chosen,
     copying,
     dealt_parts,
     flatten,
     flex_attention,
+    formulas,
     gradients,
     lookup,
     multihead_attention,
@@ -380,7 +380,7 @@ flatten.let_torch_trace(GlobalTensor)
 _aten = torch.library.Library("aten", "IMPL", "TESTING_ONLY_GenericWrapper")
 _kernels: dict[Any, Callable[..., Any]] = {func: partial(arrive, GlobalTensor, func)
                                            for func in READS_MEMORY + LOSES_OUT}
-for _func, _kernel in (_kernels | recurrent.KERNELS | value_reads.KERNELS | lookup.KERNELS | chosen.KERNELS).items():
+for _func, _kernel in (_kernels | recurrent.KERNELS | value_reads.KERNELS | lookup.KERNELS | formulas.KERNELS).items():
     _aten.impl(_func.name(), _kernel)
 flex_attention.take_flex_attention()
 if torch_ext is None:

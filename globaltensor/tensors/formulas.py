@@ -1,0 +1,95 @@
+"""Ops whose gradient torch makes by another formula for a tensor subclass than for a plain tensor, with other values.
+
+`max()`, `min()` and `median()` of all elements: those that were chosen share the gradient, and others get none. torch
+writes it to them for a plain tensor, but for a tensor subclass multiplies it by a mask, and 0 times inf is nan.
+
+The determinant, differentiated again: torch solves equations for a plain matrix, and takes a singular value
+decomposition of one that is singular; for a tensor subclass of all. Its derivative divides by differences of singular
+values, so it is nan for twice the identity.
+
+So for global tensors these are functions of ours, by the formula of a plain tensor.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from globaltensor.runtime.torch_internals import OWN_KEYS, ExcludeDispatchKeys, OpOverload, transforms_active
+
+aten = torch.ops.aten
+
+
+class ChosenElement(torch.autograd.Function):
+    """The element of x that the op chooses."""
+
+    @staticmethod
+    def forward(ctx: Any, func: OpOverload, x: torch.Tensor) -> torch.Tensor:
+        value = func(x)
+        ctx.save_for_backward(x, value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        x, value = ctx.saved_tensors
+        chosen = (x == value) | (x.isnan() & value.isnan())
+        return None, torch.where(chosen, grad / chosen.sum(), 0)
+
+
+class Determinant(torch.autograd.Function):
+    """The determinants of matrices, with their factors and pivots."""
+
+    @staticmethod
+    def forward(ctx: Any, func: OpOverload, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        det, factors, pivots = func(a)
+        ctx.save_for_backward(a, det, factors, pivots)
+        ctx.mark_non_differentiable(factors, pivots)
+        ctx.set_materialize_grads(False)
+        return det, factors, pivots
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[None, torch.Tensor | None]:
+        a, det, factors, pivots = ctx.saved_tensors
+        n, eps = a.shape[-1], torch.finfo(a.dtype).eps
+        if grad is None or n == 1 or not a.numel():
+            return None, grad if grad is None else grad[..., None, None].expand_as(a)
+        scaled = torch.diag_embed((grad * det.conj()).unsqueeze(-1).expand(*det.shape, n)).mT   # a.mH @ the gradient
+        if not torch.is_grad_enabled():
+            factors = factors + torch.diag_embed(torch.where(factors.diagonal(0, -2, -1) == 0, eps, 0.))
+            transposed = a.is_contiguous() and not a.is_complex()        # that was factored
+            return None, torch.linalg.lu_solve(factors, pivots, scaled, adjoint=not transposed)
+        # where the other formula is taken, each is given a matrix like the identity, and no gradient: no nan comes of it
+        singular = det.detach().abs() < 100 * eps
+        here = singular[..., None, None]
+        distinct = torch.diag(torch.arange(1, n + 1, device=a.device).to(a.dtype))
+        regular = torch.where(here, torch.eye(n, dtype=a.dtype, device=a.device), a)
+        return None, torch.where(here, _adjugate(torch.where(here, a, distinct), torch.where(singular, grad, 0)),
+                                 torch.linalg.solve(regular.mH, torch.where(here, 0, scaled)))
+
+
+def _adjugate(a: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient of the determinant of matrices that may be singular: times each of its singular values that of a
+    diagonal matrix is the product of all others."""
+    u, values, vh = torch.linalg.svd(a)
+    one = torch.ones_like(values[..., :1])
+    before = torch.cat([one, values[..., :-1]], -1).cumprod(-1)
+    after = torch.cat([one, values[..., 1:].flip(-1)], -1).cumprod(-1).flip(-1)
+    scale = (torch.linalg.det(u) * torch.linalg.det(vh)).conj() * grad
+    return (u * (scale.unsqueeze(-1) * before * after).unsqueeze(-2)) @ vh
+
+
+def _by_formula(function: type[torch.autograd.Function], func: OpOverload, x: torch.Tensor) -> Any:
+    """Where more is asked than a backward pass, torch's own has all formulas."""
+    if torch.is_grad_enabled() and x.requires_grad and not transforms_active():
+        return function.apply(func, x)
+    with ExcludeDispatchKeys(OWN_KEYS):
+        return func(x)
+
+
+KERNELS: dict[OpOverload, Callable[..., Any]] = {
+    **{func: partial(_by_formula, ChosenElement, func) for func in (aten.max.default, aten.min.default, aten.median.default,
+                                                             aten.nanmedian.default)},
+    aten._linalg_det.default: partial(_by_formula, Determinant, aten._linalg_det.default),
+}
