@@ -43,6 +43,21 @@ def test_elements_that_are_picked(dtype, name, how):
         assert torch.equal(got.full_tensor(), want) and got.stride() == want.stride(), sbp
 
 
+@pytest.mark.parametrize("shape", [(1, 3), (3, 1), (1, 5), (5, 1), (1, 1), (2, 1), (4, 3)], ids=str)
+def test_a_part_without_elements_beside_one_with_some(shape):
+    """A dim of size 1 that is split leaves a rank nothing, where its part of the other dim has several."""
+    n, m = shape
+    x, rows, columns = torch.arange(4. * n * m).view(n, m, 4), torch.arange(7) % n, torch.arange(7) % m - m
+    for index in ((rows, columns), (rows, columns, 1), (rows, slice(None), columns * 0), (rows, columns, None)):
+        for where, sbp in LAYOUTS:
+            spread = gt.from_full(x, where, B).to_global(sbp=sbp).detach().requires_grad_()
+            plain = x.clone().requires_grad_()
+            assert torch.equal(spread[index].full_tensor(), plain[index]), sbp
+            for one in (spread, plain):
+                one[index].square().sum().backward()
+            torch.testing.assert_close(spread.grad.full_tensor(), plain.grad)
+
+
 @pytest.mark.parametrize("how", INDICES)
 @pytest.mark.parametrize("name", PICKS)
 def test_their_gradients(name, how):

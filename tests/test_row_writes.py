@@ -56,6 +56,41 @@ def test_elements_that_are_assigned(dtype, name):
         assert torch.equal(got.full_tensor(), want) and got.stride() == want.stride(), sbp
 
 
+MASK = torch.arange(35).view(7, 5) % 3 == 0
+BY_MASK = {
+    "a mask": lambda x, v: assigned(x, MASK, v),
+    "a mask of rows": lambda x, v: assigned(x, MASK[:, 0], v),
+    "a mask of columns": lambda x, v: assigned(x, (slice(None), MASK[0]), v),
+    "a mask of a row": lambda x, v: assigned(x, (1, MASK[1]), v),
+    "a mask beside a column": lambda x, v: assigned(x, (MASK[:, 0], -2), v),
+    "a mask beside a new dim": lambda x, v: assigned(x, (1, MASK[1], None, 0), v),
+    "index_put": lambda x, v: x.index_put((MASK,), v),
+    "index_put_": lambda x, v: x.index_put_((MASK,), v),
+    "accumulated": lambda x, v: x.index_put_((MASK,), v, accumulate=True),
+    "numbers": lambda x, v: x.index_put_((i(0, 2),), v),
+}
+
+
+@pytest.mark.parametrize("name", BY_MASK)
+@pytest.mark.parametrize("dtype, value", [
+    (torch.bfloat16, torch.tensor(-1e4)), (torch.float32, torch.tensor([3])), (torch.float64, torch.tensor(0.1)),
+    (torch.int64, torch.tensor([[2.7]])), (torch.uint8, torch.tensor(300)), (torch.bool, torch.tensor(3)),
+    (torch.complex64, torch.tensor(2)), (torch.float32, torch.tensor(1j))], ids=str)
+def test_one_value_of_another_dtype_is_cast_where_a_mask_names_what_is_written(dtype, value, name):
+    """Else it is an error, as of plain tensors."""
+    def run(x):
+        try:
+            return BY_MASK[name](x, value)
+        except RuntimeError as error:
+            return str(error).partition(",")[0]
+
+    want = run(torch.ones(7, 5, 3, dtype=dtype))
+    for where, sbp in LAYOUTS:
+        if dtype != torch.bool or P not in (sbp if isinstance(sbp, tuple) else (sbp,)):          # bools have no sums
+            got = run(gt.from_full(torch.ones(7, 5, 3, dtype=dtype), where, B).to_global(sbp=sbp))
+            assert got.startswith(want) if isinstance(want, str) else torch.equal(got.full_tensor(), want), sbp
+
+
 @pytest.mark.parametrize("name", ["one value for rows", "dims that are apart", "index_copy of columns", "index_fill"])
 def test_their_gradients(name):
     def run(spread):

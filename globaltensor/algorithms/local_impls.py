@@ -221,7 +221,7 @@ def own_index(recipe: LocalRecipe, rank: int, args: list[Any], kwargs: dict[str,
         return recipe.func(*args)
     inside, at = _all_within(recipe, indices, parts)
     if any(start == stop for start, stop in parts.values()):          # zeros, in the order in memory that rows have
-        size = tuple(1 if d in parts else n for d, n in enumerate(x.shape))
+        size = tuple(n or 1 if d in parts else n for d, n in enumerate(x.shape))
         return recipe.func(x.new_empty_strided(size, dense(size, x.stride())).zero_(), at)
     return _zeroed(recipe.func(x, at), ~_with_dims(inside, _dims_behind(dims, x.dim())))
 

@@ -33,9 +33,21 @@ def takes_named(call: Call) -> bool:
     return _masked_dim(call) is not None or grouped_mm.gathers_rows(call)
 
 
+def _filled_mask(call: Call) -> Any:
+    """The mask that one value of another dtype is written by: there torch fills, and casts."""
+    x, indices, values = call["self"], call["indices"], call["values"]
+    dims = [d for d, t in enumerate(indices) if t is not None]
+    if values.numel() != 1 or values.dtype == x.dtype or call["accumulate"] or len(dims) != 1:
+        return None
+    mask, rest = indices[dims[0]], x.shape[dims[0]:]
+    fits = mask.dtype == torch.bool and mask.shape == rest[:mask.dim()] and values.device.type == "cpu"
+    return mask if fits else None                    # else torch has the word
+
+
 def writes_named(call: Call) -> bool:
-    """Are rows written by a mask, more than one value, or added by number?"""
-    return _masked_dim(call) is not None and call["values"].numel() != 1 or grouped_mm.scatters_rows(call)
+    """Are rows written by a mask, more than one value or one of another dtype, or added by number?"""
+    return (_masked_dim(call) is not None and call["values"].numel() != 1 or _filled_mask(call) is not None
+            or grouped_mm.scatters_rows(call))
 
 
 @of_values
@@ -47,6 +59,11 @@ def take_named(call: Call, run: Run) -> Any:
 @of_values
 def write_named(call: Call, run: Run) -> Any:
     """x[mask] = values, or += ; x[index] += values"""
+    if (mask := _filled_mask(call)) is not None:
+        x, indices, values, *_ = call.full_arguments()[0]
+        ones = [1] * (x.dim() - len(indices) + 1 - mask.dim())
+        fill = aten.masked_fill_.Tensor if call.func._schema.is_mutable else aten.masked_fill.Tensor
+        return run(fill, x, run(aten.view.default, mask, [*mask.shape, *ones]), run(aten.view.default, values, []))
     return grouped_mm.add_rows(call, run) if _masked_dim(call) is None else _by_numbers(call, run)
 
 

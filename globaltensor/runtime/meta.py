@@ -324,8 +324,10 @@ def _check_filled(x: Tensor, dim: int, index: Tensor, value: Any) -> None:
         raise RuntimeError("Index has to be a vector/scalar")
 
 
-def _check_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *_: Any) -> None:
-    if x.dtype != values.dtype:
+def _check_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> None:
+    index = [t.dtype for t in indices if t is not None]
+    fills = index == [torch.bool] and values.numel() == 1 and not accumulate         # with what is cast: see masks.py
+    if x.dtype != values.dtype and not fills:
         raise RuntimeError(f"Index put requires the source and destination dtypes match, got {_name_of_dtype(x)} for "
                            f"the destination and {_name_of_dtype(values)} for the source.")
     if any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in indices):

@@ -60,7 +60,7 @@ class Determinant(torch.autograd.Function):
             factors = factors + torch.diag_embed(torch.where(factors.diagonal(0, -2, -1) == 0, eps, 0.))
             transposed = a.is_contiguous() and not a.is_complex()        # that was factored
             return None, torch.linalg.lu_solve(factors, pivots, scaled, adjoint=not transposed)
-        # where the other formula is taken, each is given a matrix like the identity, and no gradient: no nan comes of it
+        # where the other formula is taken, each gets a matrix like the identity, and no gradient: no nan comes of it
         singular = det.detach().abs() < 100 * eps
         here = singular[..., None, None]
         distinct = torch.diag(torch.arange(1, n + 1, device=a.device).to(a.dtype))
@@ -89,7 +89,7 @@ def _by_formula(function: type[torch.autograd.Function], func: OpOverload, x: to
 
 
 KERNELS: dict[OpOverload, Callable[..., Any]] = {
-    **{func: partial(_by_formula, ChosenElement, func) for func in (aten.max.default, aten.min.default, aten.median.default,
-                                                             aten.nanmedian.default)},
+    **{func: partial(_by_formula, ChosenElement, func)
+       for func in (aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default)},
     aten._linalg_det.default: partial(_by_formula, Determinant, aten._linalg_det.default),
 }
