@@ -450,3 +450,31 @@ def test_without_native_code():
 @pytest.mark.parametrize("ranks, native", [(2, "1"), pytest.param(3, "0", marks=pytest.mark.long)])
 def test_on_processes(ranks, native):
     good([*RUN, "-n", ranks, PROGRAMS / "views.py", SEED, 20], environment(GLOBALTENSOR_NATIVE=native), timeout=240)
+
+
+_LAZY = {"conjugated": lambda x: x.conj(), "adjoint": lambda x: x.mH, "negated": torch._neg_view,
+         "both": lambda x: torch._neg_view(x.conj()), "neither": lambda x: x}
+_BOXED = {"row": lambda x: x[0], "slice": lambda x: x[1:], "slice of a row": lambda x: x[0][1:],
+          "flat": lambda x: x.reshape(-1), "windows": lambda x: x.unfold(0, 2, 1), "diagonal": lambda x: x.diagonal()}
+_ENDED = {"real": lambda x: x.real, "imag": lambda x: x.imag, "conjugated": lambda x: x.conj().real,
+          "part": lambda x: x[..., 0].real, "part of the real": lambda x: x.real[0],
+          "negated": lambda x: torch._neg_view(x).imag, "pairs": lambda x: torch.view_as_real(x.resolve_conj())}
+
+
+@pytest.mark.parametrize("lazy", _LAZY)
+@pytest.mark.parametrize("boxed", _BOXED)
+def test_what_is_lazy_ends_beyond_a_boxing(boxed, lazy):
+    """A boxing sends elements as they are read, so a view that ends the conjugation finds none."""
+    def derived(x, end):
+        x = x.detach().requires_grad_()
+        y = end(_BOXED[boxed](_LAZY[lazy](x)))
+        y.square().sum().backward()
+        return [t.full_tensor() if isinstance(t, gt.GlobalTensor) else t for t in (y.detach(), x.grad)]
+
+    x = torch.randn(4, 3, 2, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
+    three, grid = gt.placement("cpu", [0, 1, 2]), gt.placement("cpu", [[0, 1], [2, 3]])
+    for where, sbp in ((three, "S(0)"), (three, "S(1)"), (grid, ("S(0)", "S(2)"))):
+        for name, end in _ENDED.items():
+            for _ in range(2):
+                for got, want in zip(derived(gt.from_full(x, where, sbp), end), derived(x, end), strict=True):
+                    torch.testing.assert_close(got, want, msg=lambda text, name=name: f"{name}: {text}")

@@ -65,7 +65,14 @@ def view_shards(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwar
     if not results:
         return [{} for _ in recipe.outputs or ()]
     outputs = zip(recipe.outputs or (), _outputs(recipe, results))
-    return [all_in_order(own, shards) for own, shards in outputs if own is not None]
+    return [all_in_order(own, _without_lazy_bits(own, shards)) for own, shards in outputs if own is not None]
+
+
+def _without_lazy_bits(own: Spec, shards: Shards) -> Shards:
+    """Shards of a boxed view without the bits that it has not: what was boxed had lost its own, so that a view that
+    ends them began them anew, and `view_as_real` takes none."""
+    shards = shards if "conj" in own.lazy_bits else {rank: shard.resolve_conj() for rank, shard in shards.items()}
+    return shards if "neg" in own.lazy_bits else {rank: shard.resolve_neg() for rank, shard in shards.items()}
 
 
 def all_in_order(own: Spec, shards: Shards) -> Shards:

@@ -146,6 +146,8 @@ def _flat(cls: type[GlobalLike], recipe: Recipe, call: Call) -> FlatRecipe | Non
         return None
     if checking() and any(type(t) is not cls for t in call.tensors):
         return None
+    if recipe.boxes_view and (call.tensors[0].spec.lazy_bits or any(own and own.lazy_bits for own in recipe.outputs)):
+        return None                                  # what is boxed loses these bits: execute.py sees to it
     if recipe.write_back or recipe.elements is not None or any(_travels(t, recipe) for t in call.tensors
                                                                if type(t) is not cls):
         return None
