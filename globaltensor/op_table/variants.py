@@ -38,14 +38,15 @@ aten = torch.ops.aten
 # Composite ops that read memory before they call an op: they run on shards, as ops do that torch does not unfold.
 READS_MEMORY = [aten.choose_qparams_optimized.default, aten.fbgemm_linear_quantize_weight.default,
                 aten.fbgemm_pack_gemm_matrix_fp16.default, aten._rowwise_prune.default]
-# Composite ops that leave their `out` as it was where an operand is of a subclass.
-LOSES_OUT = [getattr(aten.linalg_matrix_rank, name) for name in aten.linalg_matrix_rank.overloads() if "out" in name]
+# Composite ops that leave their `out` as it was where an operand is of a subclass, or give it the memory of a result.
+_RANKS = [getattr(aten.linalg_matrix_rank, name) for name in aten.linalg_matrix_rank.overloads() if "out" in name]
+LOSES_OUT = [*_RANKS, aten.matmul.out]
 
 # They work in the dtype of their `out`, where the caller names none.
 WORKS_IN_DTYPE_OF_OUT = [aten.sum.dim_IntList, aten.prod.default, aten.prod.dim_int, aten.mean.default, aten.mean.dim,
                          aten.cumsum.default, aten.cumprod.default]
 # They cast to the dtype of their `out`, as elementwise ops do; `bernoulli` to any.
-CASTS_TO_OUT = [aten.addr.out, aten.cat.out, aten.stack.out, aten._chunk_cat.out, aten.floor_divide.out,
+CASTS_TO_OUT = [*_RANKS, aten.addr.out, aten.cat.out, aten.stack.out, aten._chunk_cat.out, aten.floor_divide.out,
                 aten.max.unary_out, aten.min.unary_out, aten.logsumexp.out, aten.nansum.out, aten.std.correction_out,
                 aten.var.correction_out, aten._fft_c2r.out, aten.cholesky.out, aten.geqrf.a,
                 aten.linalg_householder_product.out, aten.linalg_pinv.atol_rtol_tensor_out,
@@ -232,7 +233,7 @@ def _casts(call: Call, own: torch.dtype, wanted: torch.dtype) -> bool:
     if not torch.can_cast(own, wanted):
         return False
     if torch.Tag.pointwise not in call.func.tags:
-        return call.func in CASTS_TO_OUT + LOSES_OUT
+        return call.func in CASTS_TO_OUT
     with without_modes():
         on_one_element(call.func, *call.full_arguments())
     return True
