@@ -80,7 +80,7 @@ def _adjugate(a: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return (u * (scale.unsqueeze(-1) * before * after).unsqueeze(-2)) @ vh
 
 
-def _by_formula(function: type[torch.autograd.Function], func: OpOverload, x: torch.Tensor) -> Any:
+def _with_own_gradient(function: type[torch.autograd.Function], func: OpOverload, x: torch.Tensor) -> Any:
     """Where more is asked than a backward pass, torch's own has all formulas."""
     if torch.is_grad_enabled() and x.requires_grad and not transforms_active():
         return function.apply(func, x)
@@ -89,7 +89,7 @@ def _by_formula(function: type[torch.autograd.Function], func: OpOverload, x: to
 
 
 KERNELS: dict[OpOverload, Callable[..., Any]] = {
-    **{func: partial(_by_formula, ChosenElement, func)
+    **{func: partial(_with_own_gradient, ChosenElement, func)
        for func in (aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default)},
-    aten._linalg_det.default: partial(_by_formula, Determinant, aten._linalg_det.default),
+    aten._linalg_det.default: partial(_with_own_gradient, Determinant, aten._linalg_det.default),
 }
