@@ -416,6 +416,84 @@ def test_the_state_of_whole_parameters_is_loaded_split(stage, dtype):
             torch.testing.assert_close(momentum.full_tensor().to(dtype), expected)
 
 
+# ranks, the parameters that are split along dp already, and the stage
+LAID_OUT = {"of one device": (None, (), 0), "without": ([0, 1], (), 0), "stage 1": ([0, 1], (), 1),
+            "first split": ([0, 1], ("0.weight",), 1), "others split": ([0, 1], ("2.weight", "2.bias"), 2),
+            "stage 3": ([1, 2, 3], ("0.bias",), 3)}
+
+
+def of_16_bits(laid_out):
+    ranks, split, stage = LAID_OUT[laid_out]
+    model = net().bfloat16()
+    if ranks:
+        gt.to_global(model, place(ranks, ("dp",)), lambda name, p: S(0) if name in split else B)
+    optimizer = SGD(model.parameters())
+    return model, gt.zero(optimizer, stage=stage) if stage else optimizer
+
+
+def step_of(model, optimizer, seed):
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    where = getattr(model[0].weight, "placement", None)
+    closure_of(model, x if where is None else gt.from_full(x, where, S(0)), optimizer, [])()
+    optimizer.step()
+
+
+def whole(p):
+    return p.detach().full_tensor() if hasattr(p, "sbp") else p.detach()
+
+
+def masters_of(optimizer):
+    """Those that say more than the parameters do, by number."""
+    return {k: p.detach().full_tensor() for k, p in enumerate(of_groups(optimizer)) if p.dtype == torch.float32}
+
+
+@pytest.mark.parametrize("by", ["folder", "folder, of one that has stepped", "file", "state_dict"])
+@pytest.mark.parametrize("dst", LAID_OUT)
+def test_weights_of_16_bits_go_on_in_another_layout(dst, by, tmp_path):
+    """The masters of parameters that have one in both go on bit for bit; where there is none it is the value."""
+    for nth, src in enumerate(LAID_OUT):
+        (model, optimizer), (ours, own) = of_16_bits(src), of_16_bits(dst)
+        step_of(model, optimizer, 1)
+        if "stepped" in by:
+            step_of(ours, own, 2)
+        _hand_over({"model": model, "optimizer": optimizer}, {"model": ours, "optimizer": own}, tmp_path / str(nth),
+                   by if LAID_OUT[dst][2] or by != "state_dict" else "file")     # else the state stays where it was
+        for p, value in zip(ours.parameters(), values := [*map(whole, model.parameters())], strict=True):
+            assert torch.equal(whole(p), value), src
+        masters = masters_of(optimizer)
+        for k, master in masters_of(own).items():
+            assert torch.equal(master, masters.get(k, values[k].float())), src
+        step_of(model, optimizer, 3)
+        step_of(ours, own, 3)
+        for p, q in zip(ours.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(whole(p), whole(q), rtol=2e-2, atol=2e-3)
+
+
+def _hand_over(state, to, path, by):
+    if by.startswith("folder"):
+        gt.save(state, path)
+        gt.load(to, path)
+        return
+    state = {name: copy.deepcopy(value.state_dict()) for name, value in state.items()}
+    if by == "file":
+        gt.save(state, path.with_suffix(".pt"))
+        state = gt.load(path.with_suffix(".pt"))
+    for name, value in to.items():
+        value.load_state_dict(state[name])
+
+
+def test_masters_of_another_model_are_refused():
+    _, optimizer = of_16_bits("stage 1")
+    before = masters_of(optimizer)
+    state = optimizer.state_dict()
+    for changed, error, words in (({"masters": {0: torch.zeros(3)}}, GlobalTensorError, "of another model"),
+                                  ({"param_groups": []}, ValueError, "parameter groups")):
+        with pytest.raises(error, match=words):
+            optimizer.load_state_dict({**state, **changed})
+    after = masters_of(optimizer)
+    assert before.keys() == after.keys() == {0, 1, 2, 3} and all(torch.equal(before[k], after[k]) for k in before)
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_another_dict_as_the_state(stage):
     losses = []

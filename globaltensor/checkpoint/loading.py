@@ -35,6 +35,7 @@ from globaltensor.checkpoint.pieces import (
 from globaltensor.checkpoint.remote import Folder, folder_at
 from globaltensor.checkpoint.tree import FlatState, decode, flatten, is_object, join_path
 from globaltensor.errors import closest, compiled_fix, counted
+from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.runtime.torch_internals import has_internal_overlap
 from globaltensor.tensors.global_tensor import GlobalTensor
 
@@ -256,8 +257,8 @@ def _new_tensors(manifest: Manifest, flat: FlatState) -> dict[str, torch.Tensor]
         if _takes_any(name, path, owner):
             new[name] = _tensor_for(entry, own, owner)
         elif own is not None:
-            check_fit(entry, own)
-            new[name] = empty_copy(own)
+            check_fit(entry, own, dtype=not (isinstance(owner, torch.optim.Optimizer) and _is_cast(entry, own)))
+            new[name] = empty_copy(own, entry.dtype)
         elif isinstance(owner, torch.optim.Optimizer):
             param = _param(name[len(path) + 1 if path else 0:], owner)
             if param is not None:
@@ -289,6 +290,12 @@ def _tensor_for(entry: Entry, own: torch.Tensor | None, owner: Any) -> torch.Ten
     return torch.empty(entry.shape, dtype=entry.dtype, device="cpu" if own is None else own.device)
 
 
+def _is_cast(entry: Entry, own: torch.Tensor) -> bool:
+    """Is this state of a parameter of 16 bits, as a master weight of it has it or as it has it itself? An optimizer
+    casts what it loads; which of the two it steps depends on `gt.zero` and on the parameter's layout."""
+    return accumulation_dtype(entry.dtype) == accumulation_dtype(own.dtype)
+
+
 def _like_param(entry: Entry, param: torch.Tensor) -> bool:
     """Was this saved by an optimizer of plain tensors, for a parameter or several, and is not a step counter?"""
     return (bool(entry.shape) or not param.dim()) and not entry.name.endswith("/step")
@@ -296,10 +303,11 @@ def _like_param(entry: Entry, param: torch.Tensor) -> bool:
 
 def _param(rest: str, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
     """The parameter to which a name within an optimizer's state_dict belongs; of a group's values its first one."""
-    match = re.fullmatch(r"state/(\d{1,9})/.+", rest)
+    match = re.fullmatch(r"state/(\d{1,9})/.+|masters/(\d{1,9})", rest)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if match:
-        return params[int(match[1])] if int(match[1]) < len(params) else None
+        number = int(match[1] or match[2])
+        return params[number] if number < len(params) else None
     match = re.fullmatch(r"param_groups/(\d{1,9})/.+", rest)
     groups = optimizer.param_groups
     return groups[int(match[1])]["params"][0] if match and int(match[1]) < len(groups) else None

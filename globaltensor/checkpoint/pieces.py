@@ -282,11 +282,11 @@ def _whole_pieces(entry: Entry, t: torch.Tensor) -> Iterator[tuple[SavedPiece, t
                 yield piece, into
 
 
-def empty_copy(t: torch.Tensor) -> torch.Tensor:
-    """A new tensor of the same shape, dtype and layout, with undefined values."""
+def empty_copy(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A new tensor of the same shape and layout, and this dtype or the same, with undefined values."""
     if not isinstance(t, GlobalTensor):
-        return torch.empty_like(t, requires_grad=False)
-    return empty_global(t.shape, t.dtype, t.spec.layout)
+        return torch.empty_like(t, dtype=dtype, requires_grad=False)
+    return empty_global(t.shape, dtype or t.dtype, t.spec.layout)
 
 
 def empty_global(shape: Iterable[int], dtype: torch.dtype, where: Any) -> GlobalTensor:

@@ -197,20 +197,39 @@ class MasterParams:
                     part.arriving = ArrivingTarget(sent[id(p)], part.shards)
         finish_urgent_writes(self.behind)
 
-    def saved_masters(self, optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
+    def saved_masters(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[int, Any]]:
         """What belongs to the optimizer's state: the parts that say more than their parameters do, those of 16 bits, if
-        there are any."""
-        masters = [part.detach() for p, part in self._in_groups(optimizer).values() if part.dtype != p.dtype]
+        there are any; by the numbers that `state` has, as which parameters have a part depends on their layouts."""
+        masters = {k: part.detach() for k, (_, part) in self._wide(optimizer).items()}
         return {"masters": masters} if masters else {}
 
-    def load(self, optimizer: torch.optim.Optimizer, masters: list[Any] | None) -> None:
-        """Take saved ones. An optimizer on one device has none: its parameters say what it had."""
+    def load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Take saved ones. Where there is none, as of one device or of a parameter that had no part, the parameter says
+        what it was; a saved one of a parameter without a part is left, as its value is that, rounded."""
+        numbers = [k for group in state["param_groups"] for k in group["params"]]
+        if len(numbers) != sum(len(group["params"]) for group in optimizer.param_groups):
+            return                                   # torch refuses it behind this, and nothing is to be written then
+        wide, masters = self._wide(optimizer), state.get("masters") or {}
+        saved = {k: masters[numbers[k]] for k in wide if numbers[k] in masters}
+        whole = {k: p for k, (p, _) in wide.items() if k not in saved}
+        for k, master in saved.items():
+            part = wide[k][_PART]
+            if tuple(master.shape) != tuple(part.shape):
+                raise GlobalTensorError(f"the state of an optimizer has {list(master.shape)} as parameter {k}, the "
+                                        f"optimizer under gt.zero {list(part.shape)}", "its master weights, which "
+                                        "have more digits than the parameters of 16 bits, are of another model",
+                                        "the optimizer of the model that was saved")
+        moved = {k: t for k, t in (saved | whole).items() if isinstance(t, GlobalTensor)}
         with torch.no_grad():
-            wide = [(p, part) for p, part in self._in_groups(optimizer).values() if part.dtype != p.dtype]
-            if not masters:
-                masters = redistribute([p for p, _ in wide], [part.spec.layout for _, part in wide], "zero")
-            for (_, own), saved in zip(wide, masters, strict=True):
-                own.copy_(saved)
+            parts = redistribute([*moved.values()], [wide[k][_PART].spec.layout for k in moved], "zero")
+            for k, value in {**saved, **dict(zip(moved, parts))}.items():
+                wide[k][_PART].copy_(value)
+
+    def _wide(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[Any, Any]]:
+        """Pairs whose part has more digits than the parameter, by the place of the part in the optimizer's groups."""
+        pairs = {id(part): (p, part) for p, part in self._in_groups(optimizer).values() if part.dtype != p.dtype}
+        stepped = [t for group in optimizer.param_groups for t in group["params"]]
+        return {k: pairs[id(t)] for k, t in enumerate(stepped) if id(t) in pairs}
 
 
 class _Outdated:

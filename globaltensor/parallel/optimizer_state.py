@@ -28,10 +28,12 @@ def split_state(state: Mapping[str, Any], p: Any, part: Any) -> dict[str, Any]:
 
 
 def lay_like(state: Any, p: Any, part: Any) -> None:
-    """Let what is as large as the part lie like it, and have its dtype where it has that of the parameter."""
+    """Let what is as large as the part lie like it, and have its dtype where it has that of the parameter. What was
+    offloaded to another type of device stays there."""
     if isinstance(state, dict):
+        lies = part.placement, part.sbp, part.dtype
         others = {key: t for key, t in state.items() if not isinstance(t, GlobalTensor)
-                  or t.placement == p.placement and (t.sbp, t.dtype) != (part.sbp, part.dtype)}
+                  or t.placement.type == part.placement.type and (t.placement, t.sbp, t.dtype) != lies}
         state.update(split_state(others, p, part))
 
 

@@ -160,8 +160,7 @@ def _register_zero_hooks(optimizer: torch.optim.Optimizer, pairs: MasterParams) 
     optimizer.register_step_post_hook(lambda optimizer, *_: pairs.gather(optimizer))
     optimizer.register_state_dict_post_hook(lambda optimizer, state: state.update(
         pairs.saved_masters(optimizer)))
-    optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: pairs.load(
-        optimizer, state.get("masters")))
+    optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: pairs.load(optimizer, state))
 
 
 class _StateOfParts(defaultdict[Any, Any]):
