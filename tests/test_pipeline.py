@@ -345,8 +345,9 @@ def test_several_inputs_and_a_skip_over_stages(name, recompute):
     same_bits(whole, total, want, runner.step((x, mask), y))
 
 
+@pytest.mark.parametrize("zero", [0, 1, 3, "layer"])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
-def test_tied_weights_stay_one_parameter(name):
+def test_tied_weights_stay_one_parameter(name, zero):
     token, middle, head = nn.Embedding(11, 6), blocks(2, dropout=0.0), nn.Linear(6, 11, bias=False)
     head.weight = token.weight
     model = nn.Sequential(token, *middle, head).double()
@@ -357,8 +358,11 @@ def test_tied_weights_stay_one_parameter(name):
 
     total, want = accumulated(model, list(zip(ids.chunk(4), y.chunk(4))), loss)
     names, count = list(model.state_dict()), len(list(model.parameters()))
-    runner = gt.pipeline(model, alone(2), name, 4, loss)
+    groups = [gt.placement("cpu", ranks, axis_names=("dp",)) for ranks in ([0, 1], [2, 3])] if zero else alone(2)
+    runner = gt.pipeline(model, groups, name, 4, loss)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if zero:
+        gt.zero(optimizer, "dp", 3 if zero == "layer" else zero, model=model if zero == "layer" else None)
     assert runner.step(ids, y).item() == pytest.approx(total.item(), rel=1e-12)
     assert head.weight is token.weight and len(list(model.parameters())) == count
     assert list(model.state_dict()) == names

@@ -295,9 +295,10 @@ class ShardedLayer:
 
 
 def _is_at(slot: Slot, p: Any) -> bool:
-    """Is this the module's parameter still?"""
+    """Does the module work with this parameter? Not if another is there now, or is swapped in: in a later stage of a
+    pipeline that shares it a replica is, on the ranks of that stage."""
     owner, key = slot
-    return owner._parameters.get(key) is p
+    return vars(owner).get(key, owner._parameters.get(key)) is p
 
 
 class BegunLayers:

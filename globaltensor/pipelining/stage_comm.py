@@ -230,8 +230,9 @@ class StageComm:
         self.channels.free_all()
 
     def send(self, key: Hashable, bundle: ActivationBundle, dsts: Layouts, link: StageLink,
-             tag: Hashable) -> None:
-        """Send a bundle without waiting for its receivers.
+             tag: tuple[int, str, int]) -> None:
+        """Send a bundle without waiting for its receivers. `tag` is the stage that takes it, "F" or "B" for a gradient,
+        and the micro-batch.
 
         Raises ShapeError where its meta differs from that of earlier bundles of its kind.
         """
@@ -241,10 +242,7 @@ class StageComm:
             for receiver in transfer.followers:
                 self.messages.send([as_bytes(bundle.meta)], receiver, "meta", sized=False)
         elif transfer.meta != bundle.meta:
-            raise ShapeError("the outputs of a stage differ from earlier ones for inputs of the same shapes",
-                             f"{_in_full(bundle.meta)} instead of {_in_full(transfer.meta)}",
-                             "stages whose outputs follow from the shapes and dtypes of their inputs, from which of "
-                             "their parameters learn, and from train() or eval()")
+            raise _change_refused(bundle.meta, transfer.meta, *tag[:2])
         pieces = transfer.pack(bundle)
         for receiver, tensors in transfer.on_cpu(pieces, bundle.random).items():
             self.messages.send(tensors, receiver, tag)
@@ -286,6 +284,18 @@ class PendingReceive:
         if self.transfer.by_engine:
             received = {peer: finish() for peer, finish in self.on_devices.items()}
         return ActivationBundle(self.transfer.unpack(received), self.transfer.meta, random)
+
+
+def _change_refused(meta: BundleMeta, before: BundleMeta, to: int, kind: str) -> ShapeError:
+    why = f"{_in_full(meta)} instead of {_in_full(before)}"
+    if kind == "F":
+        return ShapeError(f"the outputs of stage {to - 1} differ from earlier ones for inputs of the same shapes", why,
+                          "stages whose outputs follow from the shapes and dtypes of their inputs, from which of their "
+                          "parameters learn, and from train() or eval()")
+    return ShapeError(f"the gradients of what stage {to + 1} takes from stage {to} differ from earlier ones for inputs "
+                      "of the same shapes", f"{why}; there is none of what a step does not use, and ranks know by the "
+                      "shapes what comes", "a stage that uses the same inputs in each step: x + 0 * y where y is not "
+                      "needed")
 
 
 def describe(meta: BundleMeta) -> str:

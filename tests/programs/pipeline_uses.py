@@ -54,3 +54,27 @@ for schedule, order in itertools.product(("gpipe", "zb-h1"), (1, -1)):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+class Two(nn.Module):
+    """Gives its input twice; or takes two, and may leave the second one."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.used = nn.Linear(6, 6), True
+
+    def forward(self, x, y=None):
+        return (self.inner(x), x + self.inner.bias) if y is None else self.inner(x + y if self.used else x)
+
+
+stages = [Two(), Two()]
+runner = gt.pipeline(stages, [gt.placement("cpu", [rank]) for rank in range(2)], "1f1b", 2, F.mse_loss)
+runner.step(x, y)
+stages[1].used = False
+try:
+    runner.step(x, y)
+except gt.GlobalTensorError as error:                # the last thing that is done: the ranks are apart now
+    kind, words = [("TransportError", ""), ("ShapeError", "gradients of what stage 1 takes from stage 0")][gt.rank()]
+    assert type(error).__name__ == kind and words in str(error), error
+else:
+    raise AssertionError("the stage before knows by the shapes what comes")
