@@ -4,6 +4,7 @@ from __future__ import annotations
 import itertools
 import random
 import runpy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from harness import PROGRAMS, RUN, good, results
 from shards import B, P, fulls, gather, lay, place
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict
 
 import globaltensor as gt
 from globaltensor.checkpoint import dcp as ours
+from globaltensor.errors import SbpError
 from globaltensor.layouts.regions import volume
 from globaltensor.layouts.sbp import split as S
 
@@ -219,6 +222,21 @@ def test_modules_and_optimizers(tmp_path):
         for key, x in a["optimizer"].state[p].items():
             assert bits(x) == bits(b["optimizer"].state[q][key]), key
         assert b["optimizer"].state[q]["exp_avg"].sbp == q.sbp
+
+
+@pytest.mark.parametrize("get", [get_optimizer_state_dict, get_state_dict])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_state_by_names_of_parameters(stage, dtype, get):
+    """torch knows a parameter by what the optimizer steps, which under ZeRO may be a part of it."""
+    model = gt.parallelize(nn.Linear(4, 4).to(dtype), place([0, 1], ("dp",)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    if stage:
+        gt.zero(optimizer, stage=stage)
+    with nullcontext() if stage == 0 or (stage, dtype) == (3, torch.float32) else pytest.raises(
+            SbpError, match=r"(?s)of an optimizer under gt.zero.*optimizer.state_dict\(\)"):
+        get(model, optimizer)
+    assert len(optimizer.state_dict()["state"]) == 2
 
 
 def test_a_copy_is_saved_in_the_background(tmp_path):

@@ -22,6 +22,8 @@ import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, KeysView, Sequence
+from itertools import islice
+from traceback import walk_stack
 from typing import Any, TypeVar
 
 import torch
@@ -39,6 +41,8 @@ from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.tensors import gradients
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tracebacks import api_boundary
+
+_BY_NAME = "torch.distributed.checkpoint.state_dict"
 
 O = TypeVar("O", bound=torch.optim.Optimizer)
 
@@ -156,6 +160,7 @@ def _register_zero_hooks(optimizer: torch.optim.Optimizer, pairs: MasterParams) 
     optimizer.register_load_state_dict_post_hook(_give_state_by_parameter)
     optimizer.register_step_pre_hook(_take_state)
     optimizer.register_state_dict_pre_hook(_take_state)
+    optimizer.register_state_dict_pre_hook(_refuse_names)
     optimizer.register_step_pre_hook(lambda optimizer, *_: pairs.before_step(optimizer))
     optimizer.register_step_post_hook(lambda optimizer, *_: pairs.gather(optimizer))
     optimizer.register_state_dict_post_hook(lambda optimizer, state: state.update(
@@ -228,6 +233,17 @@ def _take_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _give_state_by_parameter(optimizer)
     state: Any = optimizer.state
     state.split_whole()
+
+
+def _refuse_names(optimizer: torch.optim.Optimizer) -> None:
+    """Raise SbpError where torch.distributed.checkpoint.state_dict, a frame above `state_dict`, asks for the state by
+    names of parameters, which it would look for among the parts."""
+    callers = (frame.f_globals.get("__name__") for frame, _ in islice(walk_stack(None), 6))
+    stepped = [t for group in optimizer.param_groups for t in group["params"]]
+    if _BY_NAME in callers and not all(gradients.part_of(t) is None for t in stepped):
+        raise SbpError(f"{_BY_NAME} of an optimizer under gt.zero", "it looks for the names of what the optimizer "
+                       "steps among the model's parameters, and the optimizer steps parts of them",
+                       'optimizer.state_dict(); or gt.save({"model": model, "optimizer": optimizer}, folder)')
 
 
 def _zero_layout(p: torch.Tensor, axis: str) -> Layout | None:
