@@ -2,7 +2,8 @@
 
 An error leaves this package through a function that the program called, an *API boundary*. There it is folded: our
 frames are taken out of its traceback, and torch's between them; the frames of functions that the program gave us stay.
-So printed errors, pytest, notebooks and debuggers all show the line that was wrong. It costs nothing where there is no
+So are those between the program and a signal handler that raises while our code waits, such as one of a time-out. So
+printed errors, pytest, notebooks and debuggers all show the line that was wrong. It costs nothing where there is no
 error. GLOBALTENSOR_TRACEBACK=full leaves everything in, as does an error that is a mistake of ours.
 """
 from __future__ import annotations
@@ -11,7 +12,9 @@ import functools
 import inspect
 import os
 import sysconfig
+import traceback
 from collections.abc import Callable, Generator, Iterator
+from itertools import pairwise
 from types import CodeType, TracebackType
 from typing import Any, TypeVar
 
@@ -33,7 +36,7 @@ def api_boundary(function: T) -> T:
     def boundary(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except Exception as error:
+        except BaseException as error:               # a handler may raise any
             if error.__traceback__ is not None and error.__traceback__.tb_next is None:
                 _tell_of_arguments(error, function)  # they did not fit, so that nothing of ours has run
             fold(error)
@@ -41,7 +44,7 @@ def api_boundary(function: T) -> T:
     return boundary  # type: ignore[return-value]  # it takes and gives what the function does
 
 
-def _tell_of_arguments(error: Exception, function: Callable[..., Any]) -> None:
+def _tell_of_arguments(error: BaseException, function: Callable[..., Any]) -> None:
     """Python names the argument that a call lacks, or has too much; add what the function takes, in a line."""
     if not isinstance(error, TypeError) or not inspect.isfunction(function) or "<" in function.__qualname__:
         setattr(error, _OF_TORCH, True)
@@ -61,7 +64,7 @@ def _boundary_of_generator(function: Callable[..., Generator[Any, Any, Any]]) ->
     def boundary(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         try:
             return (yield from function(*args, **kwargs))
-        except Exception as error:
+        except BaseException as error:
             fold(error)
             raise
     return boundary
@@ -69,8 +72,8 @@ def _boundary_of_generator(function: Callable[..., Generator[Any, Any, Any]]) ->
 
 def fold(error: BaseException) -> None:
     """Take frames that are not the program's out of the traceback, and out of those of its causes. For an error that is
-    neither ours nor torch's, nothing."""
-    if not isinstance(error, GlobalTensorError) and not hasattr(error, _OF_TORCH):
+    neither ours nor torch's, nor of a signal handler, nothing."""
+    if not (isinstance(error, GlobalTensorError) or hasattr(error, _OF_TORCH) or _raised_by_handler(error)):
         return
     if os.environ.get("GLOBALTENSOR_TRACEBACK") == "full":
         return
@@ -78,8 +81,18 @@ def fold(error: BaseException) -> None:
         one.__traceback__ = _of_program(one.__traceback__)
 
 
-def raised_by_torch(error: Exception) -> bool:
+def _raised_by_handler(error: BaseException) -> bool:
+    """Did a signal handler of the program raise it? Python hands one the frame in which it came."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(value is within or type(value) is tuple and within in value
+               for within, frame in pairwise(frames) if _is_ours(within.f_code) or _is_library(within.f_code)
+               for value in ([] if _is_ours(frame.f_code) else frame.f_locals.values()))
+
+
+def raised_by_torch(error: BaseException) -> bool:
     """Did torch raise it, and not a mistake of ours? RuntimeErrors are; of others the last frame tells."""
+    if _raised_by_handler(error):
+        return False
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -87,7 +100,7 @@ def raised_by_torch(error: Exception) -> bool:
     return isinstance(error, RuntimeError) or where.startswith(TORCH) or where == _KERNEL_CALLS
 
 
-def note_on_torch_error(error: Exception, note: str) -> None:
+def note_on_torch_error(error: BaseException, note: str) -> None:
     """Add what is known here to an error of torch's, once; it is folded from then on."""
     if not hasattr(error, _OF_TORCH):
         setattr(error, _OF_TORCH, True)
@@ -105,15 +118,15 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             waiting += [other for other in (one.__cause__, one.__context__) if other is not None]
 
 
-def _of_program(traceback: TracebackType | None) -> TracebackType | None:
+def _of_program(at: TracebackType | None) -> TracebackType | None:
     """The entries of the program's own frames. Those of torch and of Python stay where the program called them."""
     entries, within = [], True
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
+    while at is not None:
+        code = at.tb_frame.f_code
         within = _is_ours(code) or within and _is_library(code)
         if not within:
-            entries.append(traceback)
-        traceback = traceback.tb_next
+            entries.append(at)
+        at = at.tb_next
     inner = None
     for entry in reversed(entries):
         inner = TracebackType(inner, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)

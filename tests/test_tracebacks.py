@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import inspect
+import signal
+import sys
 import traceback
 
 import pytest
@@ -95,6 +97,35 @@ def test_a_mistake_of_ours_is_not_folded(monkeypatch):
     monkeypatch.setattr("globaltensor.dispatch.core.find", lambda *_: {}["none"])
     error = raised(lambda: torch.nextafter(ones(43), ones(43)))       # which nothing before has decided
     assert type(error) is KeyError and [file for file in frames(error) if file.startswith(OURS)]
+
+
+@pytest.mark.parametrize("kind", [TimeoutError, RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("call", [lambda: ones(4, 3, sbp=S(0)).softmax(0), lambda: ones(4, sbp=S(0)).full_tensor(),
+                                  lambda: ones(4, sbp=S(0)).to_global(sbp=B)])
+def test_a_signal_handler_that_raises_while_our_code_runs_is_seen_below_the_line_of_the_program(call, kind):
+    def handler(*_):
+        raise kind("too slow")
+
+    def interrupted(frame, event, arg):              # as a signal comes between two instructions
+        if frame.f_code.co_filename.startswith(OURS + "boxings"):
+            sys.settrace(None)
+            frame.f_trace = None
+            at.append(frame)
+            signal.raise_signal(signal.SIGUSR1)
+        return interrupted
+
+    at: list[object] = []
+    before, traced = signal.signal(signal.SIGUSR1, handler), sys.gettrace()
+    try:
+        sys.settrace(interrupted)
+        call()
+    except kind as error:
+        assert not getattr(error, "__notes__", []) and not [file for file in frames(error) if file.startswith(OURS)]
+        assert traceback.extract_tb(error.__traceback__)[-1].name == "handler"
+    finally:
+        sys.settrace(traced)
+        signal.signal(signal.SIGUSR1, before)
+    assert at
 
 
 def test_the_frames_of_a_function_that_the_user_gave_stay():

@@ -57,7 +57,7 @@ def arrive(cls: type[GlobalLike], func: OpOverload, /, *args: Any, **kwargs: Any
         if lineage.kept_here():
             return lineage.call_with_lineage(func, args, kwargs, lambda: _run_arrived(cls, func, args, kwargs))
         return _run_arrived(cls, func, args, kwargs)
-    except Exception as error:
+    except BaseException as error:
         add_operands(error, func, args, kwargs)
         raise
 

@@ -48,7 +48,7 @@ if torch.distributed.is_available():
     _see_lists_of_lists(_collectives)
 
 
-def add_operands(error: Exception, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def add_operands(error: BaseException, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Tell more of an error of torch's that a call has raised, as a note: its type and its text stay. Fold it, and
     errors of ours."""
     if not isinstance(error, GlobalTensorError) and raised_by_torch(error):
@@ -57,7 +57,7 @@ def add_operands(error: Exception, func: OpOverload, args: Sequence[Any], kwargs
     fold(error)
 
 
-def note_operands(error: Exception, op: str, operands: Iterable[tuple[str, torch.Tensor]]) -> None:
+def note_operands(error: BaseException, op: str, operands: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Add the note about an op with these operands, by name."""
     rows = [("op:", op), ("where:", where()), *[(f"{name}:", _description(t)) for name, t in operands]]
     width = max(len(head) for head, _ in rows)

@@ -133,4 +133,4 @@ def _check_patterns(module: nn.Module, sbp: Mapping[str, Any]) -> None:
                            "a pattern as in fnmatch, such as '*.weight'")
 
 
-register_optimizer_step_pre_hook(globalize_fused_state)
+register_optimizer_step_pre_hook(api_boundary(globalize_fused_state))

@@ -32,6 +32,7 @@ from globaltensor.errors import ArgumentError, expect_path
 from globaltensor.layouts.layout import Spec, layout
 from globaltensor.layouts.placement import placement
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tracebacks import api_boundary
 
 PIECE = 32 << 20                                     # bytes of parameters that are stepped at a time
 Piece = list[list[Any]]                              # of each group some of its parameters
@@ -162,6 +163,7 @@ class StateElsewhere:
             for pages in kept.files:
                 _advise(pages, "MADV_DONTNEED")      # nothing is lost: the file is shared with the system
 
+    @api_boundary
     def hold_back(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         """What `load_state_dict` is given, without what lies on the host: torch would move it to the parameters."""
         numbers = [n for group in saved["param_groups"] for n in group["params"]]
@@ -176,6 +178,7 @@ class StateElsewhere:
                 state[n] = {key: t for key, t in own.items() if key not in elsewhere}
         return {**saved, "state": state}
 
+    @api_boundary
     def load(self, optimizer: torch.optim.Optimizer) -> None:
         """Let it be the state: the next step copies it from there."""
         for p, own in self.held_back.items():

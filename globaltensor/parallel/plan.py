@@ -298,14 +298,14 @@ def _register_hooks(module: nn.Module, pattern: str, row: PlanRow) -> None:
             layer.register_forward_hook(exchange.combine, always_call=True)
     elif pattern.endswith(_PARTS):
         for layer in fitting:
-            layer.register_forward_hook(lambda layer, args, output: _deal_parts(output))
+            layer.register_forward_hook(api_boundary(lambda layer, args, output: _deal_parts(output)))
     elif pattern.endswith(_OUT):
         for layer in fitting:
             layer.register_forward_hook(api_boundary(lambda layer, args, output: _laid_out_as(row, output)))
         for owner, key in [] if fitting else _parameters_of_row(module, pattern):
             calls: list[SwappedIn] = []              # that are at work
-            owner.register_forward_pre_hook(lambda owner, args, key=key, calls=calls: calls.append(SwappedIn(
-                [(owner, key)], owner._parameters[key], _laid_out_as(row, owner._parameters[key]))))
+            owner.register_forward_pre_hook(api_boundary(lambda owner, args, key=key, calls=calls: calls.append(
+                SwappedIn([(owner, key)], owner._parameters[key], _laid_out_as(row, owner._parameters[key])))))
             owner.register_forward_hook(lambda owner, args, output, calls=calls: calls.pop().end(), always_call=True)
 
 

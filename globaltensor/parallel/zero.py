@@ -156,16 +156,16 @@ def _split_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, A
 def _register_zero_hooks(optimizer: torch.optim.Optimizer, pairs: MasterParams) -> None:
     pairs.watch()
     _give_state_by_parameter(optimizer)
-    optimizer.register_load_state_dict_post_hook(globalize_state)
+    optimizer.register_load_state_dict_post_hook(api_boundary(globalize_state))
     optimizer.register_load_state_dict_post_hook(_give_state_by_parameter)
     optimizer.register_step_pre_hook(_take_state)
     optimizer.register_state_dict_pre_hook(_take_state)
-    optimizer.register_state_dict_pre_hook(_refuse_names)
-    optimizer.register_step_pre_hook(lambda optimizer, *_: pairs.before_step(optimizer))
-    optimizer.register_step_post_hook(lambda optimizer, *_: pairs.gather(optimizer))
-    optimizer.register_state_dict_post_hook(lambda optimizer, state: state.update(
-        pairs.saved_masters(optimizer)))
-    optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: pairs.load(optimizer, state))
+    optimizer.register_state_dict_pre_hook(api_boundary(_refuse_names))
+    optimizer.register_step_pre_hook(api_boundary(lambda optimizer, *_: pairs.before_step(optimizer)))
+    optimizer.register_step_post_hook(api_boundary(lambda optimizer, *_: pairs.gather(optimizer)))
+    optimizer.register_state_dict_post_hook(api_boundary(lambda optimizer, state: state.update(
+        pairs.saved_masters(optimizer))))
+    optimizer.register_load_state_dict_pre_hook(api_boundary(lambda optimizer, state: pairs.load(optimizer, state)))
 
 
 class _StateOfParts(defaultdict[Any, Any]):

@@ -56,6 +56,7 @@ from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.parameter_swap import Slot, SwappedIn, convert
 from globaltensor.tensors.redistribution import to_layout
+from globaltensor.tracebacks import api_boundary
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -80,10 +81,11 @@ class ShardedLayers:
             before.after, after.before = [after], [before]
         for layer in self.layers:
             layer.module.register_forward_pre_hook(
-                lambda module, args, layer=layer: self._before_forward(layer) if layer.stands_in(module) else None)
+                api_boundary(lambda module, args, layer=layer: self._before_forward(layer) if layer.stands_in(module)
+                             else None))
             layer.module.register_forward_hook(
-                lambda module, args, out, layer=layer: self._after_forward(layer, out) if layer.in_use else None,
-                always_call=True)
+                api_boundary(lambda module, args, out, layer=layer: self._after_forward(layer, out) if layer.in_use
+                             else None), always_call=True)
 
     def offload(self, optimizer: torch.optim.Optimizer, folder: str | None) -> None:
         """Keep on the host those that the optimizer steps themselves: of 16 bits it steps others, in their place."""
@@ -132,7 +134,8 @@ class ShardedLayers:
         learning = [t for t in _outputs_in(out) if t.grad_fn is not None]
         layer.awaits_backward = bool(learning) or not torch.is_grad_enabled()     # it may run again, with gradients
         for t in learning:                           # who waits for backward keeps the storages alive
-            t.register_hook(lambda grad, storages=storages: self._before_backward(layer, forward_pass))
+            t.register_hook(api_boundary(
+                lambda grad, storages=storages: self._before_backward(layer, forward_pass)))
         if not _in_backward():
             layer.reshard()
 

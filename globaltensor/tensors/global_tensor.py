@@ -201,7 +201,7 @@ class GlobalTensor(TorchMethods):
         """
         try:
             return box_from(self, placement, sbp, grad_sbp, wait)
-        except Exception as error:                   # written out: a decorator would cost as much as a small boxing
+        except BaseException as error:               # written out: a decorator would cost as much as a small boxing
             fold(error)
             raise
 
@@ -237,7 +237,7 @@ class GlobalTensor(TorchMethods):
         """The gradient, in the tensor's own layout: reading one reduces all that are still pending, together."""
         try:
             return gradients.read_grad(self)
-        except Exception as error:
+        except BaseException as error:
             fold(error)
             raise
 
