@@ -20,11 +20,19 @@ TOLD = {
     "alpha": ("aten.add.Tensor(1)", "aten.add.Tensor(2)"),
     "learning rate of SGD": ("aten._foreach_add_.List(-0.1)|aten.add_.Tensor(-0.1)",
                              "aten._foreach_add_.List(-0.2)|aten.add_.Tensor(-0.2)"),
-    "grad mode": ("aten.", "aten."),
+    "grad mode": ("aten.", "under no_grad, "),
     "training mode": ("aten.", "of another tensor"),
+    "scalar, an integer": ("aten.mul.Tensor(2)", "aten.mul.Tensor(3)"),
+    "seed of dropout": ("with random numbers of seed 1, ", "with random numbers of seed 2, "),
+    "order of parameters": ("of the same tensors in another order", "of the same tensors in another order"),
 }
+# where all ranks are at one line: why they disagree
+AT_ONE_LINE = {**dict.fromkeys(["scalar", "scalar, an integer", "seed of dropout", "learning rate of SGD"], (
+                   "why:   they are at one line, and what they move there was computed by different calls before it: ",
+                   "try:   the same numbers, seeds and calls on every rank; GLOBALTENSOR_CHECK=1 also shows the line")),
+               "order of parameters": ("why:   they move the same tensors in different orders", "one order on every")}
 QUICK = ["order in a loop", "order when warm", "owner of an index", "inputs of a pipeline", "a step left out",
-         "seed of dropout", "a rank prints", "a rank computes for itself", "a rank records",
+         "a rank prints", "a rank computes for itself", "a rank records",
          "a rank copies", "index of a copy"]
 
 
@@ -63,6 +71,14 @@ def test_ranks_that_went_apart_are_told_in_what():
             for rank, choices in enumerate(told):
                 row = next(line for line in text.splitlines() if f"    rank {rank}:" in line)
                 assert any(words in row for words in choices.split("|")), f"{way}: {row}"
+            assert all(words in text for words in AT_ONE_LINE.get(way, ())), text
+
+
+@pytest.mark.skipif(torch_ext is None, reason="the native code is not built")
+def test_the_line_of_the_call_is_told_where_it_was_noted():
+    for _, _, text in outcomes(["scalar"], GLOBALTENSOR_CHECK="1")["scalar"]:
+        assert all(re.search(rf"rank .* since aten.mul.Tensor\({number}\) at \S*apart.py:\d+, ", text)
+                   for number in (0.5, 0.25)) and "GLOBALTENSOR_CHECK" not in text, text
 
 
 @pytest.mark.long

@@ -47,6 +47,24 @@ const at::Tensor* base_of(const at::Tensor& t) {
   return meta && meta->has_bw_view() ? &meta->get_backward_view().base_ : nullptr;
 }
 
+double number_at(const at::Tensor& of, const char* data) {
+  switch (of.scalar_type()) {
+    case at::kBool: return *data;
+    case at::kInt: return *reinterpret_cast<const int32_t*>(data);
+    case at::kLong: return double(*reinterpret_cast<const int64_t*>(data));
+    case at::kFloat: return *reinterpret_cast<const float*>(data);
+    case at::kDouble: return *reinterpret_cast<const double*>(data);
+    default: return kNoNumber;
+  }
+}
+
+PyObject* place_hook = nullptr;                      // is called with the lineage of each call of an op
+
+void note_place(uint64_t lineage) {
+  py::gil_scoped_acquire lock;
+  if (place_hook) py::reinterpret_borrow<py::object>(place_hook)(lineage);
+}
+
 py::list history_of_python() {
   py::list rows;
   const History& all = history();
@@ -59,7 +77,7 @@ py::list history_of_python() {
     for (double number : event.numbers)
       if (number == number) numbers.append(number);
     const std::string name = event.op ? event.op->name() + "." + event.op->overload_name() : "";
-    rows.append(py::make_tuple(event.lineage, name, operands, numbers));
+    rows.append(py::make_tuple(event.lineage, name, operands, numbers, event.gradients));
   }
   return rows;
 }
@@ -68,7 +86,8 @@ py::list history_of_python() {
 
 void CallLineage::begin() {
   event_ = &history().next();
-  hash_ = kStart ^ uint64_t(c10::GradMode::is_enabled());
+  event_->gradients = c10::GradMode::is_enabled();
+  hash_ = kStart ^ uint64_t(event_->gradients);
 }
 
 // A few elements, spread over all: what differs between ranks mostly differs everywhere.
@@ -84,6 +103,7 @@ void CallLineage::plain(const at::Tensor& t) {
     memcpy(&word, data + (samples > 1 ? i * (n - 1) / (samples - 1) : 0) * itemsize, std::min<size_t>(itemsize, 8));
     mix(hash_, word);
   }
+  for (size_t i = 0; n <= LineageEvent::kMost && i < n; i++) tell(number_at(t, data + i * itemsize));
 }
 
 void CallLineage::note_written(const c10::OperatorHandle& op, const c10::IValue* args) {
@@ -110,6 +130,7 @@ void CallLineage::enter(const c10::OperatorHandle& op, const c10::IValue* args, 
 
 void CallLineage::leave(const Stack& stack, size_t first) {
   hash_ = event_->lineage = call_lineage;            // random numbers may have been drawn meanwhile
+  if (C10_UNLIKELY(places_noted)) note_place(hash_);
   const bool keeps = 0 <= keeps_ && keeps_ < operands_;
   uint64_t nth = 0;
   auto next = [&] { return keeps ? event_->operands[keeps_] : hash_ | std::min(nth++, kResultBits); };
@@ -170,10 +191,17 @@ void bind_lineage(py::module_& m) {
     LineageEvent& event = history().next();
     event.lineage = lineage;
     event.op = nullptr;
+    event.gradients = true;
     event.numbers[0] = nth;
   }, "A tensor that no op made, the nth.");
   m.def("boxed_lineages", [] { return boxed; }, "What a boxing that failed agrees on.");
-  m.def("lineage_history", &history_of_python, "[(lineage, op or \"\", operands, numbers)] of the last calls.");
+  m.def("lineage_history", &history_of_python,
+        "[(lineage, op or \"\", operands, numbers, gradients)] of the last calls.");
+  m.def("note_places", [](py::object hook) {
+    places_noted = !hook.is_none();
+    Py_XDECREF(place_hook);
+    place_hook = places_noted ? hook.release().ptr() : nullptr;
+  }, "From now on call this with the lineage of each op that the program called; None: no longer.");
 }
 
 }  // namespace gt

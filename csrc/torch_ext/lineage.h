@@ -17,6 +17,7 @@ inline void mix(uint64_t& hash, uint64_t word) {
 }
 
 inline bool lineages_kept = false;                   // where several processes run one program, outside of pipelines
+inline bool places_noted = false;                    // the line of each call, for errors: under GLOBALTENSOR_CHECK
 inline thread_local uint64_t call_lineage = 0;       // of the op that the program called; 0 outside of ops
 
 // What was done lately, by which errors tell what ranks did differently. The lowest bits of a lineage count the results
@@ -27,6 +28,7 @@ struct LineageEvent {
   const c10::FunctionSchema* op;                     // null: a tensor that no op made
   uint64_t operands[kMost];
   double numbers[kMost];
+  bool gradients;                                    // the grad mode
 };
 constexpr uint64_t kResultBits = 0xFF;
 
@@ -54,6 +56,9 @@ class CallLineage {
     uint64_t bits;
     memcpy(&bits, &value, sizeof bits);
     mix(hash_, value == value ? bits : 1);           // a NaN is a NaN, whatever its bits
+    tell(value);
+  }
+  void tell(double value) {                          // in errors
     if (numbers_ < LineageEvent::kMost) event_->numbers[numbers_++] = value;
   }
   void plain(const at::Tensor& t);

@@ -100,7 +100,7 @@ bool push(const c10::IValue& v, RecipeKey& key, CallLineage& lineage, const c10:
     if (lineage) lineage.number(double(v.toInt()));
   } else if (v.isBool()) {
     key.push_back(kBool | uint64_t(v.toBool()) << 8);
-    if (lineage) lineage.word(key.back());
+    if (lineage) lineage.word(key.back()), lineage.tell(v.toBool());
   } else if (v.isDouble()) {
     key.push_back(kDouble | kind_of(v.toDouble()) << 8);
     if (lineage) lineage.number(v.toDouble());

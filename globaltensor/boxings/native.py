@@ -75,9 +75,9 @@ def _failed(how: str, what: str, rank: int, text: str) -> None:
     ranks = sorted(world().host_peers)
     rows = "".join(f"\n    rank {r}: {reply or 'elsewhere'}" for r, reply in zip(ranks, replies))
     if how == "disagreed":
+        why, fix = lineage.advice_of_apart(rows) or (text, deadlock.SAME_PROGRAM)
         raise DisagreementError("the ranks disagree about what to do" + rows,
-                                f"{text}: every rank runs the same program",
-                                deadlock.SAME_PROGRAM)
+                                f"{why}: every rank runs the same program", fix)
     lost = "the others"
     if rank >= 0:                                    # it may have ended because of another, or given this one up
         known = process_of(ranks[rank])

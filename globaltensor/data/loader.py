@@ -30,8 +30,8 @@ from globaltensor.errors import ArgumentError, DisagreementError, GlobalTensorEr
 from globaltensor.layouts.layout import sbp_text
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import SbpLike
-from globaltensor.runtime.agreement import FAILED, Advice, agree, checking, compare_at, gather_unchecked, ranks_apart
-from globaltensor.runtime.lineage import taken_back_if_it_fails
+from globaltensor.runtime.agreement import FAILED, Advice, agree, compare_at, gather_unchecked, ranks_apart
+from globaltensor.runtime.lineage import checking, taken_back_if_it_fails
 from globaltensor.runtime.world import world
 from globaltensor.tensors.convert import has_copies, heads_of
 from globaltensor.tensors.global_tensor import GlobalTensor

@@ -23,8 +23,8 @@ from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Spec
 from globaltensor.layouts.view_parts import Slice
 from globaltensor.rules.call import Call, arguments
-from globaltensor.runtime.agreement import agree_on, checking, plain_key
-from globaltensor.runtime.lineage import ignores_first
+from globaltensor.runtime.agreement import agree_on, plain_key
+from globaltensor.runtime.lineage import checking, ignores_first
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import OpOverload
 from globaltensor.runtime.world import world

@@ -1,7 +1,6 @@
 """Small values that all processes must have, or must have alike: agreed on, gathered, or broadcast."""
 from __future__ import annotations
 
-import os
 import re
 import threading
 import zlib
@@ -15,6 +14,7 @@ from globaltensor.errors import DisagreementError, GlobalTensorError, TransportE
 from globaltensor.runtime.codec import decode_message, encode_message
 from globaltensor.runtime.deadlock import SAME_PROGRAM, rank_names
 from globaltensor.runtime.exchange import AGREE, BROADCAST, GATHER, exchange
+from globaltensor.runtime.lineage import checking
 from globaltensor.runtime.memory import flat_bytes
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.world import rank, world
@@ -234,11 +234,6 @@ def checksum(t: torch.Tensor) -> int:
     for part in flat_bytes(data).split(1 << 26):                 # not all of a GPU's tensor on the CPU at once
         crc = zlib.crc32(part.cpu().numpy(), crc)
     return crc
-
-
-def checking() -> bool:
-    """GLOBALTENSOR_CHECK=1: verify each time that a plain tensor that meets a global one is the same everywhere."""
-    return os.environ.get("GLOBALTENSOR_CHECK", "") not in ("", "0")
 
 
 def broadcast_object(value: T, source: int, what: str = "broadcasting a result") -> T:

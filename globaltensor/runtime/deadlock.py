@@ -387,8 +387,9 @@ def _rows(waits: Mapping[int, Wait], apart: Mapping[int, str]) -> str:
 
 
 def _error(rows: str, at: str) -> DisagreementError:
-    return DisagreementError("deadlock: every rank waits for another" + rows, "every rank runs the same program",
-                             SAME_PROGRAM, at)
+    why, fix = lineage.advice_of_apart(rows) or ("", SAME_PROGRAM)
+    return DisagreementError("deadlock: every rank waits for another" + rows,
+                             f"{why}: every rank runs the same program".removeprefix(": "), fix, at)
 
 
 def rank_names(ranks: Sequence[int]) -> str:

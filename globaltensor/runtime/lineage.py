@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
+import re
 import struct
 import time
 from collections import deque
@@ -29,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from globaltensor.errors import TransportError, counted
+from globaltensor.errors import TransportError, counted, where
 from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.placement import placement
 from globaltensor.runtime.codec import decode_message, encode_message
@@ -43,7 +45,10 @@ _KEPT = {"aten::clone", "aten::detach", "aten::alias", "aten::lift", "aten::lift
 _kept = False
 _call = 0                                            # of the op that the program called, without native code
 _boxed: list[int] = []                               # of what was boxed last, without native code
-_history: deque[tuple[int, str, list[int], list[float]]] = deque(maxlen=8192)
+_MOST = 8192                                        # calls that are remembered
+_history: deque[tuple[int, str, list[int], list[float], bool]] = deque(maxlen=_MOST)
+_seeds: dict[int, int] = {}                          # of the random numbers that a call drew
+_places: dict[int, str] = {}                         # the lines of calls, if `checking()`
 _made: dict[placement, int] = {}                     # how many tensors no op made
 
 
@@ -53,6 +58,24 @@ def keep(on: bool) -> None:
     _kept = on
     if torch_ext is not None:
         torch_ext.keep_lineages(on)
+        torch_ext.note_places(_note_place if on and checking() else None)
+
+
+def checking() -> bool:
+    """GLOBALTENSOR_CHECK=1: verify each time that a plain tensor that meets a global one is the same everywhere, and
+    note the line of each call, for errors."""
+    return os.environ.get("GLOBALTENSOR_CHECK", "") not in ("", "0")
+
+
+def _note_place(lineage: int) -> None:
+    _note(_places, lineage, where())
+
+
+def _note(notes: dict[int, Any], lineage: int, what: Any) -> None:
+    """Keep what is known of a call, for as long as calls are remembered."""
+    notes[lineage] = what
+    if len(notes) > _MOST:
+        del notes[next(iter(notes))]
 
 
 @contextmanager
@@ -76,7 +99,7 @@ def begin_lineage(x: Any) -> Any:
         if torch_ext is not None:
             torch_ext.note_new_lineage(lineage, nth)
         else:
-            _history.append((lineage, "", [], [nth]))
+            _history.append((lineage, "", [], [nth], True))
     return x
 
 
@@ -103,13 +126,16 @@ def of_boxing(lineages: Sequence[int]) -> int:
     return _hash(_boxed)
 
 
-def note_draw(number: int) -> None:
-    """The op that the program called depends on this number as well: a key of random numbers."""
+def note_draw(number: int, seed: int) -> None:
+    """The op that the program called depends on this number as well: a key of random numbers, by a generator that was
+    given this seed."""
     global _call
     if torch_ext is not None:
         torch_ext.note_lineage(number & 0xFFFFFFFFFFFFFFFF)
     elif _call:
         _call = _hash((_call, number))
+    if call := _call if torch_ext is None else torch_ext.call_lineage():
+        _note(_seeds, call, seed)
 
 
 def kept_here() -> bool:
@@ -146,11 +172,16 @@ def call_with_lineage(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
         is_written = a.alias_info is not None and a.alias_info.is_write
         written += list(value) if is_written and isinstance(value, (list, tuple)) else [value] if is_written else []
         parts.append(_part(value, is_written or not k and ignores_first(func, kwargs), operands, numbers))
-    with within(_hash((schema.name, schema.overload_name, torch.is_grad_enabled(),
-                       parts))):
+    begun = _hash((schema.name, schema.overload_name, torch.is_grad_enabled(), parts))
+    event = f"{schema.name}.{schema.overload_name}", operands[:3], numbers[:3], torch.is_grad_enabled()
+    _history.append((begun, *event))                 # before: a boxing in it may tell of it
+    with within(begun):
         result = run()
         lineage = _call
-    _history.append((lineage, f"{schema.name}.{schema.overload_name}", operands[:3], numbers[:3]))
+    if lineage != begun:                             # random numbers were drawn
+        _history.append((lineage, *event))
+    if checking():
+        _note_place(lineage)
     kept = operands[:1] if schema.name in _KEPT else operands[1:2] if schema.name == "aten::copy_" else []
     for nth, t in enumerate(result if isinstance(result, (list, tuple)) else [result]):
         if is_global(t):
@@ -183,7 +214,10 @@ def _part(value: Any, is_left_out: bool, operands: list[int], numbers: list[floa
         operands.append(value.lineage)
         return value.lineage
     if isinstance(value, torch.Tensor):
-        return None if is_left_out else _samples(value)
+        samples = None if is_left_out else _samples(value)
+        if samples and value.numel() <= 3 and not value.is_complex():
+            numbers += map(float, value.reshape(-1).tolist())
+        return samples
     if isinstance(value, (int, float)):
         numbers.append(float(value))
     return value if isinstance(value, (int, float, complex, str, type(None))) else str(type(value))
@@ -208,13 +242,18 @@ class PastCall(NamedTuple):
     op: str
     operands: list[int]
     numbers: list[float]
+    gradients: bool                                  # the grad mode
     age: int                                         # calls since then
+    seed: int | None                                 # of the random numbers that it drew
+    place: str                                       # its line, "" where nobody noted it
 
     def __str__(self) -> str:
         if not self.op:
             return f"tensor number {self.numbers[0]:.0f} of those that were made there"
         name = self.op.replace("::", ".") + ("default" if self.op.endswith(".") else "")
-        return f"{name}({', '.join(f'{n:.9g}' for n in self.numbers)})"
+        return (f"{name}({', '.join(f'{n:.9g}' for n in self.numbers)})" + " under no_grad" * (not self.gradients)
+                + (f" with random numbers of seed {self.seed}" if self.seed is not None else "")
+                + (f" at {self.place}" if self.place else ""))
 
 
 def difference(rank: int, peers: Sequence[int], seconds: float = 0.3) -> str:
@@ -224,8 +263,9 @@ def difference(rank: int, peers: Sequence[int], seconds: float = 0.3) -> str:
         return ""
     boxed = _boxed if torch_ext is None else torch_ext.boxed_lineages() or _boxed
     rows = list(_history) if torch_ext is None else torch_ext.lineage_history()
-    events = {lineage: PastCall(op, operands, numbers, len(rows) - 1 - i)
-              for i, (lineage, op, operands, numbers) in enumerate(rows)}
+    events = {lineage: PastCall(op, operands, numbers, gradients, len(rows) - 1 - i, _seeds.get(lineage),
+                                _places.get(lineage, ""))
+              for i, (lineage, op, operands, numbers, gradients) in enumerate(rows)}
     with suppress(dist.DistError):                        # the store went with its rank, which has raised already
         return _first_difference(rank, peers, boxed, events, time.monotonic() + seconds)
     return ""
@@ -249,7 +289,29 @@ def _first_difference(rank: int, peers: Sequence[int], boxed: Sequence[int], eve
         only_here = [lineage for lineage in boxed if lineage not in other]
         if only_here:
             return _where_apart(only_here[0], events, _read_lineages(packed))
+        swapped = [nth for nth, pair in enumerate(zip(boxed, other)) if pair[0] != pair[1]]
+        if swapped:
+            event = events.get(boxed[swapped[0]] & ~RESULTS)
+            which = "" if event is None else f", that of {event}" if event.op else f", {event}"
+            return f"; of the same tensors in another order, whose number {swapped[0] + 1} is another one{which}"
     return ""
+
+
+def advice_of_apart(rows: str) -> tuple[str, str] | None:
+    """Why ranks disagree that are at one boxing and have computed something else before it, and what to do; None where
+    they are at several boxings. `rows` tell of one rank each, with what `difference` said of it."""
+    ranks = [re.sub(r"^ *rank \d+(: | waits for ranks? [\d, ]+ in )", "", row) for row in rows.splitlines() if row]
+    heads, parted = {row.partition("; ")[0] for row in ranks}, {row.partition("; ")[2] for row in ranks}
+    if any(text.startswith("of the same tensors") for text in parted):
+        return ("they move the same tensors in different orders", "one order on every rank: a list, or sorted(...), "
+                "where a set or a dict may give each rank its own")
+    if "elsewhere" in heads or len(heads) > 1 or not any(parted):
+        return None
+    why = "they are at one line, and what they move there was computed by different calls before it"
+    if len(parted) == 1:                             # nothing that they tell of that call differs
+        why += " (with other texts, elements of a plain tensor, or random numbers)"
+    fix = "the same numbers, seeds and calls on every rank"
+    return why, fix if checking() else f"{fix}; GLOBALTENSOR_CHECK=1 also shows the line of that call"
 
 
 def _where_apart(lineage: int, events: dict[int, PastCall], known: set[int]) -> str:

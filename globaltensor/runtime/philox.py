@@ -368,5 +368,5 @@ def draw_key(generator: torch.Generator | None = None) -> int:
     device = "cpu" if generator is None else generator.device
     with without_fake_mode():
         key = int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator))
-    lineage.note_draw(key)
+    lineage.note_draw(key, torch.initial_seed() if generator is None else generator.initial_seed())
     return key

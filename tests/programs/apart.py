@@ -138,6 +138,14 @@ def pipelined(c):
     return runner.step(torch.full((4, 4), c.one(1.0, 2.0)), torch.zeros(4, 4))
 
 
+def ordered(c):
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to_global(c.all, B)
+    opt = gt.zero(torch.optim.SGD(list(net.parameters())[::c.one(1, -1)], 0.1))
+    net(c.x).sum().backward()
+    opt.step()
+    return net[0].weight
+
+
 def many_steps_ago(c):
     x = c.b * c.one(0.5, 0.25)
     for _ in range(100):
@@ -173,6 +181,7 @@ WAYS = {
     "dtype of from_local": lambda c: gt.from_local(torch.ones(2, dtype=c.one(None, torch.int32)), c.all, S(0)),
     "scalar": lambda c: c.x * c.one(0.5, 0.25),
     "scalar of a whole tensor": lambda c: c.b * c.one(0.5, 0.25),
+    "scalar, an integer": lambda c: c.x * c.one(2, 3),
     "scalar, long ago": many_steps_ago,
     "alpha": lambda c: torch.add(c.b, c.b, alpha=c.one(1, 2)),
     "fill": lambda c: c.b.clone().fill_(c.one(1.0, 2.0)),
@@ -183,6 +192,7 @@ WAYS = {
     "learning rate of AdamW": lambda c: c.trained(lambda p: torch.optim.AdamW(p, c.one(0.1, 0.2))),
     "weight decay": lambda c: c.trained(lambda p: torch.optim.AdamW(p, 0.1, weight_decay=c.one(0.1, 0.2))),
     "momentum": lambda c: c.trained(lambda p: torch.optim.SGD(p, 0.1, momentum=c.one(0.8, 0.9))),
+    "order of parameters": ordered,
     "a step left out": lambda c: c.trained(lambda p: torch.optim.SGD(p, 0.1), own_step=False),
     "norm to clip to": clipped,
     "grad mode": without_gradients,
