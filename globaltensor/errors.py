@@ -93,12 +93,17 @@ def message_of(error: BaseException) -> str:
         return "<exception str() failed>"            # as Python says it
 
 
+def in_short(text: str, most: int = 500) -> str:
+    """What of a text others are told, who do not need all of it: an error may quote a file, or a tensor."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} more characters)"
+
+
 def in_brief(error: BaseException) -> str:
     """Its class and the first line of what it says; of a DataLoader's worker, that of the error there."""
     lines = message_of(error).splitlines() or ["without a message"]
     of_worker = re.match(r"Caught \w+ in .*worker", lines[0]) and [
         line for line in lines if re.match(rf"([\w.]+\.)?{type(error).__name__}\b", line)]
-    return of_worker[-1] if of_worker else f"{type(error).__name__}: {lines[0]}"
+    return in_short(of_worker[-1] if of_worker else f"{type(error).__name__}: {lines[0]}")
 
 
 def warn(text: str, kind: type[Warning] = UserWarning) -> None:
@@ -246,7 +251,7 @@ class ErrorNote(NamedTuple):
         """What there is to tell of an error that came up while `doing` something."""
         if isinstance(error, GlobalTensorError):
             return cls(type(error).__name__, error.what, error.why, error.fix)
-        what = f"{doing} failed: {type(error).__name__}: {error}"
+        what = f"{doing} failed: {type(error).__name__}: {in_short(message_of(error), 2000)}"
         if isinstance(error, OSError):
             return cls("", what, "the system did not allow it", "a path where this program may read and write, on a "
                        "disk with room")

@@ -23,6 +23,9 @@ ENDINGS = {                                          # of rank 1 -> exit code, w
     POOL + "sys.exit(3)": (3, ["rank 1 ended by sys.exit(3)   at ", "rank 1 failed: exit code 3"]),
     POOL + "sys.exit()": (1, ["rank 1 has ended, while rank 0 waited for it", "this call on every rank",
                               "rank 1 ended without an error, while others waited"]),
+    "t = threading.Thread(target=lambda: {}['no'], name='mine'); t.start(); t.join(); sys.exit()": (
+        1, ["why:   rank 1 has ended, after its thread mine raised KeyError: 'no'   at ", "try:   mend that error",
+            "rank 1 ended without an error, while others waited: its thread mine raised KeyError: 'no'   at "]),
     "os._exit(0)": (1, ["rank 1 ended without an error, while others waited"]),
 }
 
@@ -39,6 +42,11 @@ def test_who_waits_for_a_rank_whose_program_has_ended_is_told_though_threads_of_
     code, _, err = run_program(tmp_path, f"{BEGIN}    {ending}\nx.sum().item()\n")
     expected, words = ENDINGS[ending]
     assert code == expected and all(each in err for each in words), err
+
+
+def test_a_long_line_of_an_error_is_shown_whole_once_and_in_short_to_those_who_waited(tmp_path):
+    code, _, err = run_program(tmp_path, f"{BEGIN}    raise ValueError('a' * 3_000_000)\nx.sum().item()\n")
+    assert code == 1 and 3_000_000 < len(err) < 3_010_000 and "... (2999" in err, (code, len(err))
 
 
 def test_a_rank_that_has_given_its_part_may_end_while_another_is_late(tmp_path):

@@ -37,7 +37,7 @@ from globaltensor.checkpoint.pieces import (
 )
 from globaltensor.checkpoint.remote import Folder, folder_at
 from globaltensor.checkpoint.tree import FlatState, flatten
-from globaltensor.errors import ErrorNote, counted, expect, warn, where
+from globaltensor.errors import ErrorNote, counted, expect, in_short, warn, where
 from globaltensor.layouts.regions import slices
 from globaltensor.runtime.agreement import broadcast_object, checksum, gather_objects
 from globaltensor.runtime.deadlock import patience, rank_names
@@ -207,7 +207,7 @@ class Saving:
                 by_key = {piece.key: t for piece, t in data.items()}
                 hashes = write_hashed(self._temporary / file, by_key) if data else {}
             except BaseException as error:
-                self._mark(f"rank-{rank}.failed", f"rank {rank}: {type(error).__name__}: {error}")
+                self._mark(f"rank-{rank}.failed", f"rank {rank}: {type(error).__name__}: {in_short(str(error))}")
                 raise
             written = [[piece.name, file, piece.key, piece.region, hashes[piece.key]] for piece in data]
             write_atomically(self._temporary / f"rank-{rank}.done", json.dumps(written).encode(), durable=False)

@@ -96,7 +96,7 @@ def _report(failures: Mapping[int, Any], ended: Mapping[int, str], unnoticed: li
             folder: str) -> tuple[int, list[int]]:
     """Say which ranks failed of what, first those that began it; `failures` as torch's agent gives them, `ended` and
     `unnoticed` as RestartingAgent notes it. Returns the exit code of the first of them, and all that began it."""
-    notes = _endings(folder)
+    endings = notes = _endings(folder)
     well = sorted({rank for rank, note in notes.items() if note["code"] == 0} | set(unnoticed))
     notes = {rank: note for rank, note in notes.items() if rank not in well}
     # one that ended well, and was still at its last lines when the others were ended, is not a cause
@@ -105,7 +105,9 @@ def _report(failures: Mapping[int, Any], ended: Mapping[int, str], unnoticed: li
                for rank, failure in sorted((failed or failures).items())}
     if min(of_rank.values())[0] == _LOST_TOUCH:      # of whom? Of a rank that did not fail, but ended before the others
         if well:
-            print(f"globaltensor: {rank_names(well)} ended without an error, while others waited", file=sys.stderr)
+            threads = [f": {endings[rank]['error']}" for rank in well if rank in endings and endings[rank]["error"]]
+            print(f"globaltensor: {rank_names(well)} ended without an error, while others waited{''.join(threads[:1])}",
+                  file=sys.stderr)
         else:                                        # of none here: of what each says, such as why they could not start
             of_rank |= {rank: (what, f"failed: {notes[rank]['error']}") for rank, (what, _) in of_rank.items()
                         if what == _LOST_TOUCH}

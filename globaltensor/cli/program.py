@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from globaltensor.cli.problem import Problem
-from globaltensor.errors import message_of, raised_at
+from globaltensor.errors import in_short, message_of, raised_at
 
 _RETURN = "return model, torch.zeros(8, 128), loss"
 
@@ -80,7 +80,7 @@ def _problems_at(path: Path, what: str, fix: str) -> Iterator[None]:
         raise Problem(f"{what}\n  where: {error.filename}:{error.lineno}\n  why: SyntaxError: {error.msg}\n"
                       f"  try: python {path}") from None
     except (Exception, SystemExit) as error:
-        message = (message_of(error).splitlines() or [""])[0]
+        message = in_short((message_of(error).splitlines() or [""])[0])
         raise Problem(f"{what}\n  where: {raised_at(error)}\n  why: {type(error).__name__}: {message}\n"
                       f"  try: {fix}") from None
 

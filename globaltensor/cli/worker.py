@@ -24,6 +24,7 @@ from types import ModuleType, TracebackType
 from typing import TextIO
 
 FOLDER = "GLOBALTENSOR_RUN_FOLDER"                   # names a folder that the launcher and its ranks share
+_LONGEST = 500                                       # letters of a line for the launcher
 
 
 def main(argv: list[str]) -> None:
@@ -43,11 +44,11 @@ def main(argv: list[str]) -> None:
         sys.path[0] = os.getcwd() if module else str(Path(argv[0]).resolve().parent)
     try:
         _run_program(sys.argv[0], module)
-        last.note("", 0)
+        last.note(_error_of_a_thread(), 0)
     except SystemExit as ended:
         last.tell_others(ended)
         if ended.code is None or isinstance(ended.code, int):
-            last.note(f"exit code {ended.code}" if ended.code else "", (ended.code or 0) & 0xFF)
+            last.note(f"exit code {ended.code}" if ended.code else _error_of_a_thread(), (ended.code or 0) & 0xFF)
             raise
         last.say(str(ended.code), f"{ended.code}\n")     # sys.exit("why")
         raise SystemExit(1) from None
@@ -145,6 +146,8 @@ class LastWords:
         """How this rank ended: the launcher knows the exit code only, and of a rank that ended well not even when."""
         if os.getpid() != self.process:
             return
+        if len(line) > _LONGEST:
+            line = f"{line[:_LONGEST]}... ({len(line) - _LONGEST} more characters)"
         new = self.folder / f"{self.rank}.new"       # a rank may be ended at any moment; half a note is none
         with suppress(OSError):                      # the folder is gone, or the disk is full
             new.write_text(json.dumps({"error": line, "code": code}))
@@ -161,6 +164,12 @@ def _from_program(at: TracebackType | None) -> TracebackType | None:
     while at is not None and at.tb_frame.f_code.co_filename in {__file__, runpy.__file__, "<frozen runpy>"}:
         at = at.tb_next
     return at
+
+
+def _error_of_a_thread() -> str:
+    """What the others may have missed, of a rank that ends well."""
+    library = sys.modules.get("globaltensor.runtime.thread_errors")
+    return "" if library is None else library.error_of_thread()
 
 
 def _line_of(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from globaltensor.errors import GlobalTensorError
+from globaltensor.errors import GlobalTensorError, in_short
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.runtime.agreement import gather_objects
@@ -52,7 +52,7 @@ def _of_whole_tensors(theirs: Callable[..., Any]) -> Callable[..., Any]:
                     result = theirs(self, *args, **options)
             except Exception as caught:              # whatever it is: the others wait for this process
                 error = caught
-        failed = gather_objects(error and f"{type(error).__name__}: {error}", METHOD)
+        failed = gather_objects(error and in_short(f"{type(error).__name__}: {error}", 2000), METHOD)
         if error is not None:
             raise error
         if failed[0] is not None:

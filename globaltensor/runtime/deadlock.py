@@ -37,6 +37,7 @@ from globaltensor.runtime.gloo import close_connections, gloo_error
 from globaltensor.runtime.liveness import (
     Loss,
     advice_after,
+    end_of,
     ended_after_a_failure,
     ended_ranks,
     feed_heart,
@@ -218,7 +219,7 @@ class Watch:
         # threads may go on where the main threads of all ranks are over
         if loss is None and parted and set(parted) >= set(self.keeping(wait)) \
                 and (current.thread == threading.main_thread().ident or lost_rank(parted)):
-            loss = Loss(parted[0], f"rank {parted[0]} has ended")
+            loss = end_of(parted[0])
             fix = "this call on every rank, not under `if gt.rank() == 0`"
         if loss is not None:
             loss = first_lost(loss)

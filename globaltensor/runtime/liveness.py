@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from globaltensor.errors import TransportError, message_of, raised_at
+from globaltensor.errors import TransportError, in_short, message_of, raised_at
 from globaltensor.runtime.codec import decode_message, encode_message
 from globaltensor.runtime.host_processes import ENDED, RUNS, STOPPED, ProcessId, process_state, times_it_paused
 from globaltensor.runtime.native import torch_ext
@@ -33,6 +33,7 @@ from globaltensor.runtime.process_end import at_end, is_good_exit
 from globaltensor.runtime.stacks import stack_of
 from globaltensor.runtime.store_tree import read_message, write_message
 from globaltensor.runtime.tcp_store import NamelessStore, connect_store
+from globaltensor.runtime.thread_errors import error_of_thread
 
 BEAT = 2.0                                           # seconds between two beats of a heart
 SILENCE = 10.0
@@ -47,6 +48,7 @@ _READING = 2.0                                       # seconds within which ever
 _AFTER = 4                                           # while ranks start, each looks after so many
 _LOOKS = 2.0                                         # seconds: looks that are further apart do not count
 _STOPPED_FOR = " was stopped for "                   # by which such a loss is known
+_OF_THREAD = ", after its thread"
 _AHEAD = 900                                         # beats that are signed in advance
 
 _next_beats: Iterator[bytes] = iter(())
@@ -66,7 +68,9 @@ def stopped_rank(rank: int, pid: int) -> Loss:
 
 
 def advice_after(how: str, fix: str = "look at the first error of the other ranks") -> str:
-    """What to do about a loss: `fix`, but no rank has an error of its own where one was stopped."""
+    """What to do about a loss: `fix`, but no rank has an error of its own where one was stopped, or lost a thread."""
+    if _OF_THREAD in how:
+        return "mend that error: it ended its thread alone, and the rank went on without it"
     return "start the job again, and stop all ranks or none" if _STOPPED_FOR in how else fix
 
 
@@ -127,13 +131,20 @@ class Liveness:
         if self.store is not None and not self._said_end:        # torch warns where the store has ended meanwhile
             self._said_end = True
             with suppress(RuntimeError):
-                write_message(self.store, _end_key(rank), True)
+                write_message(self.store, _end_key(rank), error_of_thread() or True)
                 self.store.set(_ENDED, "some")
 
     def ending(self, ranks: Iterable[int]) -> Loss | None:
         """The first of these ranks that has said so."""
         ended = self.ended(ranks)
-        return Loss(ended[0], f"rank {ended[0]} has ended") if ended else None
+        return self.end_of(ended[0]) if ended else None
+
+    def end_of(self, rank: int) -> Loss:
+        """How a rank has ended that has said so."""
+        note = None
+        with suppress(RuntimeError, TransportError):
+            note = read_message(self.store, _end_key(rank)) if self.store is not None else None
+        return Loss(rank, f"rank {rank} has ended" + (f", after {note}" if isinstance(note, str) else ""))
 
     def ended(self, ranks: Iterable[int]) -> list[int]:
         """Those of these ranks that have said so."""
@@ -292,6 +303,11 @@ def ended_ranks(ranks: Iterable[int]) -> list[int]:
     return [] if _liveness is None else _liveness.ended(ranks)
 
 
+def end_of(rank: int) -> Loss:
+    """How a rank has ended that has said so."""
+    return Loss(rank, f"rank {rank} has ended") if _liveness is None else _liveness.end_of(rank)
+
+
 def first_lost(loss: Loss) -> Loss:
     """Before an error that names a rank that is lost: the one with which it began, for all ranks the same."""
     return loss if _liveness is None else _liveness.first_lost(loss)
@@ -307,7 +323,7 @@ def tell_failure(rank: int, error: BaseException) -> None:
     if torch_ext is not None:
         torch_ext.leave_transport(how.partition(":")[0])
     if not isinstance(error, TransportError):
-        first_line = how.splitlines()[0].removesuffix(": ")
+        first_line = in_short(how.splitlines()[0].removesuffix(": "))
         _liveness.first_lost(Loss(rank, f"rank {rank} {first_line}   at {raised_at(error)}"))
 
 
@@ -356,6 +372,8 @@ def lost_connection(ranks: Sequence[int], how: str) -> Loss | None:
 def tell_end(rank: int) -> None:
     """Before this rank closes its connections: those that wait for it learn whose they were."""
     if _liveness is not None:
+        if torch_ext is not None and error_of_thread() and _liveness.heard_of is None:
+            torch_ext.leave_transport(f"has ended, after {error_of_thread()}")
         _liveness.ends(rank)
 
 

@@ -41,6 +41,7 @@ from globaltensor.runtime.secret import share_secret
 from globaltensor.runtime.stacks import arm_stacks
 from globaltensor.runtime.start_watch import watch_start
 from globaltensor.runtime.store_tree import gather_in_store
+from globaltensor.runtime.thread_errors import watch_threads
 from globaltensor.runtime.torch_internals import default_store, process_groups
 from globaltensor.runtime.world import World, begin, device_here, shared_gpu, start_with, started
 from globaltensor.tracebacks import api_boundary
@@ -231,6 +232,7 @@ def _tell_others_of_end(rank: int) -> None:
         hook(kind, error, trace)
 
     sys.excepthook = leaving
+    watch_threads()
     before_threads(liveness.tell_end, rank)
     if multiprocessing.parent_process() is not None:
         multiprocessing.util.Finalize(None, _tell_of_child, (rank,), exitpriority=0)
