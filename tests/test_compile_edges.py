@@ -319,6 +319,59 @@ def test_a_graph_writes_to_an_activation(write, sbp):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+class Counts(nn.Module):
+    """Writes to a buffer and to a parameter, and returns them."""
+
+    def __init__(self, x):
+        super().__init__()
+        self.register_buffer("seen", x.clone())
+        self.weight = nn.Parameter(x.clone())
+
+    def forward(self, x, y):
+        with torch.no_grad():
+            return self.seen.add_(x), self.weight.mul_(2), y
+
+GIVEN_BACK = {
+    "add_": lambda x, y: x.add_(y), "copy_": lambda x, y: x.copy_(y), "out=": lambda x, y: torch.mul(x, y, out=x),
+    "index_put_": lambda x, y: x.index_put_((torch.tensor([1, 0]),), y[:2]), "relu_": lambda x, y: F.relu(x, True),
+    "many writes": lambda x, y: x.add_(y).mul_(2).sub_(y), "twice": lambda x, y: (x.add_(y), x),
+    "by a view": lambda x, y: (x[:, 0].add_(1), x)[1], "beside others": lambda x, y: (x * 2, x.add_(1), y + x),
+    "in a dict": lambda x, y: {"a": [x.add_(1)], "b": y}, "two, turned": lambda x, y: (y.sub_(1), x.add_(1)),
+    "another is written to": lambda x, y: (x, y.add_(1)),
+}
+
+
+@pytest.mark.parametrize("sbp, asks", [(S(0), False), (P, True)], ids=["split", "pending, with gradients"])
+@pytest.mark.parametrize("write", GIVEN_BACK)
+def test_an_argument_that_a_graph_writes_to_and_returns_is_that_argument(write, sbp, asks):
+    if asks and write == "out=":
+        pytest.skip("torch has no gradients for out=")
+
+    def program(f, *leaves_):
+        x, y = (t * 1 for t in leaves_)
+        given = torch.utils._pytree.tree_leaves(f(x, y))
+        same = [(t is x, t is y) for t in given]
+        if asks:
+            sum(t.square().sum() for t in given).backward()
+        with torch.no_grad():
+            given[0].add_(3)
+        return same, leaves([x, y, given, [t.grad for t in leaves_ if t.grad is not None]])
+
+    operands = [X, X + 1]
+    want = program(GIVEN_BACK[write], *(t.clone().requires_grad_(asks) for t in operands))
+    got = program(compiled(GIVEN_BACK[write]), *(gt.from_full(t, TWO, sbp).requires_grad_(asks) for t in operands))
+    assert got[0] == want[0]
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sbp", [S(0), B], ids=str)
+def test_a_buffer_and_a_parameter_that_a_graph_writes_to_and_returns_are_those_of_the_module(sbp):
+    module, x, y = gt.to_global(Counts(X), TWO, sbp), gt.from_full(X + 1, TWO, sbp), gt.ones(2, placement=TWO, sbp=B)
+    seen, weight, same = compiled(module)(x, y)
+    assert seen is module.seen and weight is module.weight and same is y
+    torch.testing.assert_close(leaves([seen.add_(1), module.weight.detach()]), [X + X + 1 + 1, X * 2])
+
+
 @pytest.mark.parametrize("after", [lambda y, got: got, lambda y, got: y * got], ids=["not used", "used"])
 def test_a_write_to_an_activation_that_a_graph_has_saved_is_an_error_as_in_plain_torch(after):
     for x, b in [(X.clone(), X + 1), [gt.from_full(t, TWO, S(0)) for t in (X, X + 1)]]:

@@ -75,7 +75,7 @@ def refuse_fake_mode(placement: Any, what: str) -> None:
 
 
 class NoMemory(torch.UntypedStorage):
-    """The storage of a global tensor, by which others may count bytes, but not tell tensors apart."""
+    """The storage of a global tensor, by which others may count bytes, but not tell tensors apart, save traced ones."""
 
     def data_ptr(self, *_: Any, **__: Any) -> Any:
         raise GlobalTensorError("the address or the bytes of a global tensor's storage", "it has no memory of its own",

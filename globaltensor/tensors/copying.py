@@ -14,7 +14,7 @@ from globaltensor.runtime.world import world
 from globaltensor.tensors import gradients
 
 _OURS = {"spec", "lineage", "_shards", "arriving", "boxed_view", "viewed", "traced", "made_after", "completed",
-         "emptied_later", "_is_param", gradients.ATTRIBUTE}
+         "no_memory", "emptied_later", "_is_param", gradients.ATTRIBUTE}
 _HOOKS = "_hooks_of_other"                           # on the way from the first of two that are swapped to the second
 _data: Any = torch.Tensor.data                       # a descriptor of C
 attributes: Any = torch.Tensor.__dict__["__dict__"]  # a descriptor of C

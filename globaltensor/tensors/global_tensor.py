@@ -289,10 +289,11 @@ class GlobalTensor(TorchMethods):
         return 0
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """As large as the tensor, without memory."""
+        """As large as the tensor, without memory; of a traced one the same at each call, by which graphs know it."""
         if makes_nested(sys._getframe(1)):
             refuse_nested()
-        return NoMemory(self.spec.expected.nbytes if self.traced else self.nbytes, device="meta")
+        storage = NoMemory(self.spec.expected.nbytes if self.traced else self.nbytes, device="meta")
+        return vars(self).setdefault("no_memory", storage) if self.traced else storage
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -359,11 +360,10 @@ class GlobalTensor(TorchMethods):
     __dict__ = property(copying.attributes.__get__, copying.swap_attributes)     # `swap_tensors` alone sets it
 
 
-def _rebuild(where: placement, sbps: list[str], shards: Shards, shape: Shape, stride: Shape, dtype: torch.dtype,
+def _rebuild(on: placement, sbps: list[str], shards: Shards, shape: Shape, stride: Shape, dtype: torch.dtype,
              requires_grad: bool, is_parameter: bool, attributes: dict[str, Any], lazy_bits: Sequence[str] = ()) -> Any:
     """A tensor that was pickled, of shards that this process has."""
-    dst = resolve_layout(where, sbps, len(shape))
-    of = spec(dst, tuple(shape), tuple(stride), dtype, lazy_bits=frozenset(lazy_bits))
+    of = spec(resolve_layout(on, sbps, len(shape)), tuple(shape), tuple(stride), dtype, lazy_bits=frozenset(lazy_bits))
     return copying.with_marks(GlobalTensor.wrap(of, shards), requires_grad, is_parameter, attributes)
 
 
