@@ -448,6 +448,16 @@ def test_gradients_of_sparse_lookups_are_dense(kind):
     assert torch.equal(weight.grad, plain.weight.grad.to_dense())
 
 
+@pytest.mark.parametrize("sbp", [gt.sbp.split(0), gt.sbp.split(1), gt.sbp.broadcast], ids=str)
+def test_the_gradient_of_a_sparse_gather_is_dense(sbp):
+    index = torch.tensor([[0, 2], [1, 1]])
+    x = torch.arange(8.).view(4, 2)
+    plain, own = x.clone().requires_grad_(), gt.from_full(x, place([0, 1]), sbp).requires_grad_()
+    for t in (plain, own):
+        torch.gather(t, 0, index, sparse_grad=True).square().sum().backward()
+    assert torch.equal(own.grad.full_tensor(), plain.grad.to_dense())
+
+
 CHOOSES = {
     "max": lambda x: x.max(), "min": lambda x: x.min(), "median": lambda x: x.median(),
     "nanmedian": torch.nanmedian, "torch.max": torch.max, "max along a dim": lambda x: x.max(0).values.sum(),

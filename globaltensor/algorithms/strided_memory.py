@@ -8,6 +8,7 @@ Their gradients are given the factors, and ask once more whether the matrix was 
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,16 @@ from globaltensor.layouts.layout import contiguous, dense
 from globaltensor.rules.call import Call
 
 aten = torch.ops.aten
+
+
+def beyond_memory(base: Any, size: Sequence[int], stride: Sequence[int], offset: int) -> RuntimeError | None:
+    """torch's error where strides lead beyond the memory of a tensor; None where they do not."""
+    stop = 1 + offset + sum((n - 1) * step for n, step in zip(size, stride))
+    if stop <= base.numel() or 0 in size:
+        return None
+    return RuntimeError(f"setStorage: sizes {list(size)}, strides {list(stride)}, storage offset {offset}, and "
+                        f"itemsize {base.dtype.itemsize} requiring a storage size of {stop * base.dtype.itemsize} are "
+                        f"out of bounds for storage of size {base.nbytes}")
 
 
 def as_strided_copy(call: Call, run: Run) -> Any:
@@ -44,7 +55,7 @@ def as_strided_scatter(call: Call, run: Run) -> Any:
     if x.spec.stride != dense(x.spec.shape, x.spec.stride) or (
             call["storage_offset"] is not None and not has_own_memory(x)):
         raise PlacementError("as_strided_scatter of a tensor that must be boxed for it, and is a view",
-                             "strides speak of memory, and what is boxed has other memory", "x.contiguous() first")
+                             "strides speak of memory, and what is boxed has other memory", "x.clone() first")
     written = run(aten.clone.default, x)
     view = run(aten.as_strided.default, written, call["size"], call["stride"], call["storage_offset"])
     run(aten.copy_.default, view, src)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from globaltensor.algorithms.aliasing import ViewSteps, base_and_steps, has_own_memory, replay_views, value_spec
 from globaltensor.algorithms.run import Run
+from globaltensor.algorithms.strided_memory import beyond_memory
 from globaltensor.dispatch import foreach
 from globaltensor.errors import InPlaceError, PlacementError
 from globaltensor.layouts.global_like import GlobalLike, is_global
@@ -273,19 +274,19 @@ def restride(call: Call, run: Run) -> Any:
     """as_strided of a tensor that must be boxed: sizes and strides speak of the memory at the end of the chain, so they
     are those of a view of it, with its dims in their order in memory.
 
-    Raises PlacementError where that has gaps, as what is boxed has none, for an offset in the memory of a view, and for
-    what is beyond it.
+    Raises PlacementError where that has gaps, and for an offset in the memory of a view; torch's error beyond it.
     """
     base, position = _base(call.tensors[0])
     dense = run(aten.permute.default, base, sorted(range(base.dim()), key=lambda d: -base.stride(d)))
     absolute, size, stride = call["storage_offset"], call["size"], call["stride"]
     offset = position.view.offset if absolute is None else absolute
-    reach = offset + sum((n - 1) * step for n, step in zip(size, stride))
-    is_view = base is not call.tensors[0] or not has_own_memory(base)
+    beyond, own = beyond_memory(base, size, stride, offset), has_own_memory(base)
     if dense.spec.stride != contiguous(dense.spec.shape) or position.dtype != base.dtype or position.lazy_bits or (
-            is_view and absolute is not None) or (reach >= base.numel() and 0 not in size):
+            (base is not call.tensors[0] or not own) and absolute is not None) or (beyond and not own):
         raise PlacementError("as_strided of a tensor that must be boxed for it, and is a view",
-                             "strides speak of memory, and what is boxed has other memory", "x.contiguous() first")
+                             "strides speak of memory, and what is boxed has other memory", "x.clone() first")
+    if beyond:
+        raise beyond
     return run.plain(Call(call.func, (dense, size, stride, offset), {}))
 
 

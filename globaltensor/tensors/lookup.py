@@ -101,6 +101,10 @@ def _embedding_bag(weight: torch.Tensor, indices: torch.Tensor, offsets: torch.T
         return aten._embedding_bag.default(weight, indices, offsets, by_frequency, mode, False, *others)
 
 
+def _gather_backward(x: torch.Tensor, dim: int, index: torch.Tensor, grad: torch.Tensor) -> Any:
+    return aten.gather_backward.default(grad, x, dim, index, False)
+
+
 def check_classes(labels: GlobalLike, num_classes: int) -> None:
     """F.one_hot looks at the values of plain CPU tensors only. Raises OutOfRangeError for a class that there is not."""
     if num_classes < 1:                              # in torch's words
@@ -111,7 +115,8 @@ def check_classes(labels: GlobalLike, num_classes: int) -> None:
 
 
 TAKEN: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {F.embedding: embedding, torch.Tensor.__getitem__: item}
-# Beside global tensors, gradients are dense whatever `sparse` says.
+# Beside global tensors, gradients are dense whatever `sparse` or `sparse_grad` says.
 KERNELS: dict[OpOverload, Callable[..., Any]] = {
+    aten._gather_sparse_backward.default: _gather_backward,
     aten._embedding_bag.default: _embedding_bag,
     aten.embedding_sparse_backward.default: aten.embedding_dense_backward.default}
