@@ -16,8 +16,8 @@ import sys
 import traceback
 import warnings
 import zlib
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from types import FrameType
@@ -297,6 +297,16 @@ def expect_path(value: object, role: str, fix: str) -> None:
     name = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(name, str) or not name or "\0" in name:
         raise ArgumentError(f"{role}: {value!r:.60}", "a file or folder is named by a text, or by a pathlib.Path", fix)
+
+
+@contextmanager
+def writing_to(path: Any, role: str, fix: str) -> Iterator[None]:
+    """Raise ArgumentError where what is to name a file names none, or one that cannot be written."""
+    expect_path(path, role, fix)
+    try:
+        yield
+    except OSError as error:
+        raise ArgumentError(f"{role}: {os.fspath(path)}", error.strerror or str(error), fix) from None
 
 
 def expect_amount(value: object, role: str, fix: str) -> None:

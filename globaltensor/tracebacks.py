@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Generator, Iterator
@@ -18,7 +19,7 @@ from itertools import pairwise
 from types import CodeType, TracebackType
 from typing import Any, TypeVar
 
-from globaltensor.errors import OURS, TORCH, GlobalTensorError, where
+from globaltensor.errors import OURS, TORCH, GlobalTensorError, closest, where
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -55,8 +56,10 @@ def _tell_of_arguments(error: BaseException, function: Callable[..., Any]) -> No
     named = [f"{p.name}=..." for p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
              and p.name not in first]
     short = ", ".join([*first, *named])
-    note_on_torch_error(error, f"  where: {where()}\n  try:   {name}("
-                        f"{short if len(short) < 100 else ', '.join([*first, '...'])})")
+    word = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    near = closest(word[1], [p.name for p in taken]) if word else []
+    short = short if len(short) < 100 else ", ".join([*first, *(f"{one}=..." for one in near), "..."])
+    note_on_torch_error(error, f"  where: {where()}\n  try:   {name}({short})")
 
 
 def _boundary_of_generator(function: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:

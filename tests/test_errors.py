@@ -256,6 +256,8 @@ def test_an_error_of_another_process_names_its_own_line():
 MISCALLED = {
     "a loader in another order": (lambda: gt.data.DataLoader([1], on(), S(0), batch_size=1),
                                   "DataLoader(dataset, batch_size, placement, sbp, ...)"),
+    "a keyword of a loader that is misspelt": (lambda: gt.data.DataLoader([1], 2, on(), S(0), shufle=True),
+                                               "DataLoader(dataset, batch_size, placement, sbp, shuffle=..., ...)"),
     "a loader without a placement": (lambda: gt.data.DataLoader([1], batch_size=1),
                                      "DataLoader(dataset, batch_size, placement, sbp, ...)"),
     "a keyword that is misspelt": (lambda: gt.placement("cpu", [0], axis_name=("dp",)),

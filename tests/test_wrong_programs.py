@@ -28,6 +28,11 @@ def batches(sbp):
     return next(iter(gt.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8)), 4, on(), sbp)))
 
 
+def two_stages(*names, batch):
+    """A pipeline on placements with these axes."""
+    return gt.pipeline([nn.Linear(3, 3), net()], [gt.placement("cpu", [n], names or None) for n in (0, 1)], batch=batch)
+
+
 # the mistake, a part of the first line, and where what the error suggests is to be put (None: it is not code)
 WRONG = {
     "placement among sizes": (lambda: gt.ones(4, on(), S(0)), "a placement among the sizes", None),
@@ -77,6 +82,17 @@ WRONG = {
     "a time-out of text": (lambda: gt.init(timeout="x"), "not a number of seconds: 'x'", "{}"),
     "explain of a tensor": (lambda: gt.explain(X), "explain of a GlobalTensor", None),
     "show of a plain tensor": (lambda: gt.show(torch.ones(2)), "plain tensor", None),
+    "a picture in no folder": (lambda: gt.show(X, "/nonexistent/x.svg"), "/nonexistent/x.svg", None),
+    "a plan into None": (lambda: gt.Plan.of(net()).save(None), "a plan into no file: None", None),
+    "a plan in no folder": (lambda: gt.Plan.of(net()).save("/nonexistent/plan"), "/nonexistent/plan", None),
+    "a strategy into None": (lambda: gt.Strategy().save(None), "a strategy into no file: None", None),
+    "a strategy in no folder": (lambda: gt.Strategy().save("/nonexistent/plan"), "/nonexistent/plan", None),
+    "waiting by text": (lambda: X.to_global(sbp=B, wait="no"), "neither yes nor no: 'no'", "X.to_global(sbp=B, {})"),
+    "waiting for None": (lambda: X.to_global(sbp=B, wait=None), "neither yes nor no: None", "X.to_global(sbp=B, {})"),
+    "a batch along no axis": (lambda: two_stages(batch="pp"), "batch='pp'", "two_stages({})"),
+    "a batch along an axis with a typo": (lambda: two_stages("data", batch="Data"), "'Data'", "two_stages('data', {})"),
+    "gradients of numbers": (lambda: gt.set_grad_reduce_dtype([3], torch.bfloat16), "gradients of a list", None),
+    "gradients of one weight": (lambda: gt.set_grad_reduce_dtype(X, torch.bfloat16), "of a GlobalTensor", None),
     "another placement": (lambda: X + ones(4, 3, where=on(2, 3)), "is on placement",
                           "(lambda other: {})(ones(4, 3, where=on(2, 3)))"),
     "plain data": (lambda: setattr(X.clone(), "data", torch.ones(4, 3)), "a plain tensor t", None),

@@ -24,7 +24,7 @@ from typing import Any, overload
 import torch
 
 from globaltensor.checkpoint.contents import Contents, contents_of
-from globaltensor.errors import ArgumentError, GlobalTensorError, expect_path
+from globaltensor.errors import ArgumentError, GlobalTensorError, expect_path, writing_to
 from globaltensor.layouts.layout import Spec
 from globaltensor.layouts.regions import Region
 from globaltensor.pictures.cells import Cell, cells, legend
@@ -91,10 +91,8 @@ def show(x: Any, file: str | None = None) -> Drawing:
         raise GlobalTensorError("show of a plain tensor", "it lies on no ranks", "x.to_global(placement, sbp) first")
     picture = layout_picture(x.spec)
     if world().rank == 0 and file is not None:
-        if str(file).endswith(".svg"):
-            picture.save(file)
-        else:
-            _picture(x.spec, file)
+        with writing_to(file, "a picture into no file", 'gt.show(x, file="x.svg")'):
+            picture.save(file) if str(file).endswith(".svg") else _picture(x.spec, file)
     return _shown(_lines(x.spec), picture)
 
 

@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from globaltensor.errors import SbpError, closest, compiled_fix, counted, expect, expect_path
+from globaltensor.errors import SbpError, closest, compiled_fix, counted, expect, expect_path, writing_to
 from globaltensor.layouts.placement import placement as Placement
 from globaltensor.layouts.sbp import Sbp, broadcast, not_an_sbp, read_sbp, split, with_axes
 from globaltensor.parallel import experts as expert_layers, grids
@@ -200,9 +200,10 @@ class Plan(MutableMapping[str, PlanRow]):
         return plan
 
     @api_boundary
+    @api_boundary
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the text that `print` shows. Not collective: let one process do it."""
-        with open(path, "w", encoding="utf-8") as file:
+        with writing_to(path, "a plan into no file", 'plan.save("plan.txt")'), open(path, "w", -1, "utf-8") as file:
             file.write(f"{self}\n")
 
     @property

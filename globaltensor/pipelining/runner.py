@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from globaltensor.boxings.redistribute import redistribute
-from globaltensor.errors import ArgumentError, GlobalTensorError, counted, expect, warn
+from globaltensor.errors import ArgumentError, GlobalTensorError, closest, counted, expect, warn
 from globaltensor.layouts.layout import spec
 from globaltensor.layouts.placement import placement
 from globaltensor.pictures.timetable_picture import Timetable
@@ -101,6 +101,7 @@ def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.Pat
     plain_schedule = _resolve_schedule(schedule, len(rank_groups(placements)), micro_batches, chunks, model)
     program = check_schedule(plain_schedule, MAX_PENDING).program
     by_stage = stage_placements(plain_schedule, placements)
+    _check_batch_axis(batch, by_stage)
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
         where_to = plain_schedule.stages if starts is None else starts
         stages = (cut_sequence(model, where_to, cost) if isinstance(model, nn.Sequential) else
@@ -113,6 +114,14 @@ def pipeline(model: Any, placements: Sequence[placement], schedule: str | os.Pat
                          "schedule is a module", f"{counted(plain_schedule.stages, 'module')}, or an nn.Sequential")
     parameters = StageParameters(stages, by_stage)
     return PipelineRunner(PipelineModel(stages, by_stage, parameters, loss, reduction, recompute), program, batch)
+
+
+def _check_batch_axis(batch: str, by_stage: Sequence[placement]) -> None:
+    names = dict.fromkeys(name for where in by_stage for name in where.axis_names or ())
+    if batch != "dp" and batch not in names:         # which is the default, and there need be none
+        near = closest(batch, names) or ["dp"]
+        raise ArgumentError(f"batch={batch!r}", "no placement of a stage has an axis of that name" + (
+            f": theirs are {', '.join(names)}" if names else ""), f"batch={near[0]!r}")
 
 
 def _check_stage_options(cost: object, batch: object, recompute: object, inputs: object) -> None:

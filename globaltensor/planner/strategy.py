@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from globaltensor.errors import ArgumentError, counted, expect, expect_path
+from globaltensor.errors import ArgumentError, counted, expect, expect_path, writing_to
 from globaltensor.pictures.markup import element, html_table
 from globaltensor.pipelining.runner import PipelineRunner
 from globaltensor.planner.applying import apply_strategy
@@ -61,7 +61,8 @@ class Strategy(dict[str, Any]):
     @api_boundary
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""
-        Path(path).write_text(self.as_text() + "\n")
+        with writing_to(path, "a strategy into no file", 'strategy.save("plan.json")'):
+            Path(path).write_text(self.as_text() + "\n")
 
     def as_text(self) -> str:
         """As JSON."""

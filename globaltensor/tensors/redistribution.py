@@ -21,7 +21,7 @@ from globaltensor.boxings.redistribute import (
     move_shards,
     moves_meanwhile,
 )
-from globaltensor.errors import ArgumentError, GlobalTensorError, SbpError
+from globaltensor.errors import ArgumentError, GlobalTensorError, SbpError, expect
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Shape, Spec, layout
 from globaltensor.layouts.placement import placement
@@ -64,10 +64,12 @@ def check_named_placement(name: str, what: str, values: Sequence[Any]) -> None:
                             f"gt.{name}({first}placement=P, sbp=gt.sbp.broadcast)")
 
 
-def box_from(x: Any, where: Any, sbp: Any, grad_sbp: Any, wait: bool) -> Any:
+def box_from(x: Any, where: Any, sbp: Any, grad_sbp: Any, wait: Any) -> Any:
     """x.to_global(where, sbp, grad_sbp, wait); x may be wrapped by torch.func."""
     own = layout_of(x)
     assert own is not None                           # else it is from_local
+    if wait is not True and wait is not False:
+        expect(wait, bool, "wait says neither yes nor no", "wait=False")
     dst = resolve_layout(*filled_in(own, where, sbp), x.dim())
     grad_layout = _layout_of_grad_sbp(own.placement, grad_sbp, x.dim()) if grad_sbp is not None else None
     if not wait and not compiling():

@@ -23,10 +23,11 @@ def set_grad_reduce_dtype(parameters: Iterable[Any], dtype: torch.dtype | None) 
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentError(f"gradients cannot be reduced in {dtype!r}", "they are floating point numbers",
                             "gt.set_grad_reduce_dtype(model.parameters(), torch.bfloat16)")
-    if not isinstance(parameters, Iterable):
-        raise ArgumentError(f"gradients of a {type(parameters).__name__}", "they belong to parameters",
-                            "gt.set_grad_reduce_dtype(model.parameters(), dtype)")
-    for leaf in (leaves := list(parameters)):
+    several = isinstance(parameters, Iterable) and not isinstance(parameters, torch.Tensor)
+    for leaf in (leaves := list(parameters) if several else [None]):
+        if not isinstance(leaf, torch.Tensor):
+            raise ArgumentError(f"gradients of a {type(parameters).__name__}", "they belong to parameters",
+                                "gt.set_grad_reduce_dtype(model.parameters(), dtype); of one: [model.weight]")
         if not is_global(leaf):
             raise GlobalTensorError("gt.set_grad_reduce_dtype of a plain parameter",
                                     f"one of shape {list(leaf.shape)} is plain, and its gradient is never reduced",
