@@ -381,6 +381,17 @@ def test_a_subclass_beside_a_global_tensor_counts_as_plain():
         assert type(result) is gt.GlobalTensor and torch.equal(result.full_tensor(), expected)
 
 
+def test_a_global_tensor_is_not_taken_for_one_of_a_subclass():
+    """What looks for the subclass, as transforms of torchvision do, would pass it by."""
+    x = gt.from_full(torch.arange(4.0), TWO, S(0))
+    with pytest.raises(gt.ArgumentError, match=r"as_subclass\(Named\)(.|\n)*x\.full_tensor\(\)\.as_subclass\(Named\)"):
+        x.as_subclass(Named)
+    assert type(x.full_tensor().as_subclass(Named)) is Named
+    weight = nn.Parameter(x)
+    assert x.as_subclass(torch.Tensor) is x.as_subclass(gt.GlobalTensor) is x
+    assert weight.as_subclass(nn.Parameter) is weight
+
+
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
 def test_unsigned_numbers_that_torch_does_not_add(dtype):
     t, i = (torch.arange(24).view(6, 4) - 12).to(dtype), torch.tensor([5, 0, 3])

@@ -5,6 +5,7 @@
 // linear. contract.cpp has what these ops do on plain tensors.
 #include "products.h"
 
+#include <ATen/LegacyVmapMode.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -82,10 +83,13 @@ bool defer(size_t operand, const std::string& equation, const Tensor& a, const T
 
 Tensor conjugate(const Tensor& t) { return t.is_complex() ? t.conj() : t; }
 
+// Does it stand for a batch of gradients (`is_grads_batched`)? What autograd notes of it is lost behind it.
+bool in_batch(const Tensor& t) { return t.defined() && t.key_set().has(c10::DispatchKey::Batched); }
+
 // Is more asked of these operands than a backward pass? Then torch's own ops do it, which have formulas for all.
 template <class... Tensors>
 bool beyond_backward(const Tensors&... operands) {
-  return is_transformed() || (has_tangent(operands) || ...);
+  return is_transformed() || ((has_tangent(operands) || in_batch(operands)) || ...);
 }
 
 bool needs_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
@@ -304,6 +308,21 @@ Tensor index(const Tensor& x, const c10::List<std::optional<Tensor>>& indices) {
   return x.index(indices);
 }
 
+// The products of a batch, as one.
+Tensor contract_batch(const std::string& equation, const Tensor& a, const Tensor& b) {
+  const int64_t level = at::impl::VmapMode::current_vmap_level();
+  char label = 'a';
+  while (equation.find(label) != std::string::npos) label = label == 'z' ? 'A' : label + 1;
+  auto [left, right, out] = *sides_of(equation);
+  auto whole = [&](const Tensor& t, std::string& side) {
+    if (!in_batch(t)) return t;
+    side = label + side;
+    return at::_remove_batch_dim(t, level, 1, 0);
+  };
+  const Tensor all_a = whole(a, left), all_b = whole(b, right);
+  return at::_add_batch_dim(contract(left + "," + right + "->" + label + out, all_a, all_b), 0, level);
+}
+
 }  // namespace
 
 std::optional<EquationSides> sides_of(const std::string& equation) {
@@ -314,6 +333,7 @@ std::optional<EquationSides> sides_of(const std::string& equation) {
 }
 
 Tensor contract(const std::string& equation, const Tensor& a, const Tensor& b) {
+  if (in_batch(a) || in_batch(b)) return contract_batch(equation, a, b);
   if (beyond_backward(a, b)) {
     c10::impl::ExcludeDispatchKeyGuard torch_does(kGlobal);
     return at::einsum(equation, {a, b});

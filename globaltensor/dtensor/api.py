@@ -33,6 +33,7 @@ from globaltensor.tensors.factories import empty
 from globaltensor.tensors.flatten import called_in_graphs
 from globaltensor.tensors.full_value import FromFull, no_gradient_placements, plain_gradient
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tensors.linear_maps import row_by_row
 from globaltensor.tensors.redistribution import resolve_layout, to_layout, to_local
 from globaltensor.tracebacks import api_boundary
 
@@ -274,6 +275,7 @@ class PartOnMesh(torch.autograd.Function):
 
     @staticmethod
     @api_boundary
+    @row_by_row
     def backward(ctx: Any, grad: Any) -> tuple[GlobalTensor, None, None, None]:
         grad = plain_gradient(grad)
         if torch.is_grad_enabled() and grad.requires_grad:           # it is differentiated itself
@@ -296,6 +298,7 @@ class OwnPart(torch.autograd.Function):
 
     @staticmethod
     @api_boundary
+    @row_by_row
     def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None, None, None, None]:
         x = to_layout(grad, ctx.back)
         part = PartOnMesh.apply(x, x.spec.layout.without_partials, False, ctx.by_torch)

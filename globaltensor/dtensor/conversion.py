@@ -29,7 +29,7 @@ from globaltensor.runtime import lineage
 from globaltensor.runtime.agreement import gather_objects
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
-from globaltensor.tensors.linear_maps import layout_of
+from globaltensor.tensors.linear_maps import layout_of, row_by_row
 from globaltensor.tensors.redistribution import box_gradient, resolve_layout, to_layout
 from globaltensor.tracebacks import api_boundary
 
@@ -106,6 +106,7 @@ class FromDTensor(torch.autograd.Function):
 
     @staticmethod
     @api_boundary
+    @row_by_row
     def backward(ctx: Any, grad: Any) -> DTensor:
         return to_dtensor(to_layout(grad, ctx.layout.without_partials), ctx.mesh)
 
@@ -120,6 +121,7 @@ class ToDTensor(torch.autograd.Function):
 
     @staticmethod
     @api_boundary
+    @row_by_row
     def backward(ctx: Any, grad: DTensor) -> tuple[GlobalTensor, None]:
         return box_gradient(from_dtensor(grad), ctx.layout, None), None
 

@@ -19,6 +19,7 @@ from globaltensor.dtensor.device_mesh import DeviceMesh
 from globaltensor.runtime.world import world
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tensors.linear_maps import row_by_row
 
 
 def batch_of(x: torch.Tensor, mesh: DeviceMesh) -> GlobalTensor:
@@ -44,7 +45,8 @@ def rows_of(x: Any) -> Any:
 
 def _scale_gradient(x: torch.Tensor, factor: float) -> None:
     if x.requires_grad and factor != 1:
-        x.register_hook(lambda grad: _Crossing.apply(grad, factor, 1.0) if torch.is_grad_enabled() else grad * factor)
+        scaled = row_by_row(lambda _, grad: _Crossing.apply(grad, factor, 1.0))
+        x.register_hook(lambda grad: scaled(None, grad) if torch.is_grad_enabled() else grad * factor)
 
 
 class _Crossing(torch.autograd.Function):
@@ -57,5 +59,6 @@ class _Crossing(torch.autograd.Function):
         return x * factor
 
     @staticmethod
+    @row_by_row
     def backward(ctx: Any, grad: Any) -> tuple[Any, None, None]:
         return _Crossing.apply(grad, ctx.back, ctx.factor), None, None

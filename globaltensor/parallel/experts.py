@@ -36,6 +36,7 @@ from globaltensor.layouts.regions import split_range
 from globaltensor.layouts.sbp import broadcast, split
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tensors.linear_maps import row_by_row
 from globaltensor.tensors.materialize import named_tensors
 from globaltensor.tensors.parameter_swap import swap_in, swap_out
 
@@ -186,6 +187,7 @@ class Relabel(torch.autograd.Function):
         return GlobalTensor.wrap(spec(dst, x.spec.shape, x.spec.stride, x.spec.dtype), x.shards)
 
     @staticmethod
+    @row_by_row
     def backward(ctx: Any, grad: GlobalTensor) -> tuple[Any, ...]:
         reordered = [ctx.src.sbp[axis] for axis in ctx.order]
         grad = grad.to_global(sbp=tuple(s if s.is_split else broadcast if g.is_split else g

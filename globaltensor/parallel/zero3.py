@@ -54,6 +54,7 @@ from globaltensor.runtime.torch_internals import (
 )
 from globaltensor.runtime.world import world
 from globaltensor.tensors.global_tensor import GlobalTensor
+from globaltensor.tensors.linear_maps import row_by_row
 from globaltensor.tensors.parameter_swap import Slot, SwappedIn, convert
 from globaltensor.tensors.redistribution import to_layout
 from globaltensor.tracebacks import api_boundary
@@ -380,6 +381,7 @@ class UnshardedParameter(torch.autograd.Function):
         return in_layout(p, unsharded, shards)
 
     @staticmethod
+    @row_by_row
     def backward(ctx: Any, grad: Any) -> tuple[Any, None, None]:
         home: Layout = ctx.home
         if grad.placement != home.placement:

@@ -39,7 +39,7 @@ _c: Any = torch._C                                   # its stubs leave some of t
 
 # Below the properties and functions that a subclass overrides.
 TensorBase = _c.TensorBase
-DisableTorchFunctionSubclass = _c.DisableTorchFunctionSubclass
+DisableTorchFunctionSubclass, torch_function_enabled = _c.DisableTorchFunctionSubclass, _c._is_torch_function_enabled
 no_torch_function = _c._disabled_torch_function_impl
 DisableTorchDispatch = _c._DisableTorchDispatch
 
@@ -53,8 +53,10 @@ neg_view = torch._neg_view
 _included, _excluded = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
 DispatchKeySet = _c.DispatchKeySet
 ExcludeDispatchKeys = _c._ExcludeDispatchKeyGuard
+below_autograd = _c._AutoDispatchBelowAutograd       # inside it, ops do not go by way of autograd
 OWN_KEY: Any = dispatch_key("TESTING_ONLY_GenericWrapper")       # no other tensor has it
 OWN_KEYS = DispatchKeySet(OWN_KEY)
+_BATCH_MODE, _IN_BATCH = dispatch_key("VmapMode"), dispatch_key("Batched")  # of a backward pass of a batch of gradients
 KEYS_AFTER_BACKEND_SELECT: Any = _c._dispatch_keyset_full_after(dispatch_key("BackendSelect"))
 # What global tensors have in its place while torch.compile traces.
 TRACED_KEY: Any = dispatch_key("TESTING_ONLY_GenericMode")
@@ -353,35 +355,33 @@ def block_mask_of_rows(*tensors: Any, **options: Any) -> tuple[Any, ...]:
 
 
 def transforms_active() -> bool:
-    """Is more asked of tensors than a backward pass: by forward AD, or by a transform of torch.func?"""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Is more asked of tensors than a backward pass: by forward AD, by a transform of torch.func, or by a backward pass
+    of a batch of gradients (`is_grads_batched`)?"""
+    return (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+            or _c._dispatch_tls_is_dispatch_key_included(_BATCH_MODE))
 
 
-def below_autograd() -> AbstractContextManager[Any]:
-    """Inside it, ops do not go by way of autograd."""
-    return torch._C._AutoDispatchBelowAutograd()
+def stood_for(t: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """What a tensor stands for in a transform of torch.func or a batch of gradients, and which dim of that it does not
+    show (-1: it shows all). None of one that stands for itself."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(t):
+        return torch._C._functorch.get_unwrapped(t), torch._C._functorch.maybe_get_bdim(t)
+    return (torch._remove_batch_dim(t, _batch_level(), 1, 0), 0) if in_batch(t) else None
 
 
-def is_stand_in(t: torch.Tensor) -> bool:
-    """Is this a tensor by which a transform of torch.func stands for another one?"""
-    return torch._C._functorch.is_functorch_wrapped_tensor(t)
+def in_batch(t: torch.Tensor) -> bool:
+    """Does it stand for a batch of gradients?"""
+    return _c._dispatch_keys(t).has(_IN_BATCH)
 
 
-def unwrapped(t: torch.Tensor) -> torch.Tensor:
-    """What it wraps."""
-    return torch._C._functorch.get_unwrapped(t)
+def as_batch(t: torch.Tensor) -> torch.Tensor:
+    """What stands for a batch along dim 0."""
+    return torch._add_batch_dim(t, 0, _batch_level())
 
 
-def innermost(t: torch.Tensor) -> torch.Tensor:
-    """What is left when all wrappers are taken off."""
-    while is_stand_in(t):
-        t = unwrapped(t)
-    return t
-
-
-def batch_dim(t: torch.Tensor) -> int:
-    """Which dim of what it wraps vmap took away; -1 where it is no such wrapper."""
-    return torch._C._functorch.maybe_get_bdim(t)
+def _batch_level() -> int:
+    torch._C._vmapmode_increment_nesting()
+    return torch._C._vmapmode_decrement_nesting()
 
 
 record_function = torch.autograd.profiler.record_function

@@ -17,12 +17,12 @@ from globaltensor.runtime import custom_ops, lineage
 from globaltensor.runtime.agreement import OF_A_MODEL, Advice, agree_on, checksum, gather_objects
 from globaltensor.runtime.codec import message
 from globaltensor.runtime.memory import missing, require
-from globaltensor.runtime.torch_internals import break_graph, compiling, innermost, modes_active
+from globaltensor.runtime.torch_internals import break_graph, compiling, modes_active
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.flatten import called_in_graphs
 from globaltensor.tensors.full_value import FromFull
 from globaltensor.tensors.global_tensor import GlobalTensor
-from globaltensor.tensors.linear_maps import LinearMap, layout_of
+from globaltensor.tensors.linear_maps import LinearMap, innermost, layout_of
 from globaltensor.tensors.redistribution import Part, box_from, resolve_layout, to_layout
 from globaltensor.tracebacks import api_boundary
 

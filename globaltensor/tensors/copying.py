@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from globaltensor.algorithms.aliasing import base_and_steps, replay_views
-from globaltensor.errors import GlobalTensorError
-from globaltensor.runtime.torch_internals import OpOverload, end_graph
+from globaltensor.errors import ArgumentError, GlobalTensorError
+from globaltensor.runtime.torch_internals import OpOverload, end_graph, torch_function_enabled
 from globaltensor.runtime.world import world
 from globaltensor.tensors import gradients
 
@@ -81,7 +81,12 @@ def same_memory_copy(x: Any) -> Any:
 
 def keep_global(x: Any, cls: type) -> Any:
     """x.as_subclass(cls) of a global tensor: itself. Functions of a subclass of torch.Tensor ask it of each result, and
-    a tensor of that class counts as plain beside a global one."""
+    then subclasses have no functions: a tensor of that class counts as plain beside a global one. Raises ArgumentError
+    where a program asks for another class."""
+    if torch_function_enabled() and not isinstance(x, cls):
+        raise ArgumentError(f"as_subclass({cls.__name__}) of a global tensor",
+                            f"it cannot be of another class as well, so nothing would know it for a {cls.__name__}",
+                            f"x.full_tensor().as_subclass({cls.__name__}), then gt.from_full of what comes of it")
     return x
 
 

@@ -83,6 +83,9 @@ class DealtParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, None, None]:
+        if transforms_active():                      # these ask for no parts
+            joined: Any = torch.cat(grads, ctx.dim)
+            return to_layout(joined, ctx.own.layout), None, None
         return JoinedParts.apply(ctx.own, ctx.dim, *grads), None, None
 
 
@@ -100,7 +103,10 @@ class JoinedParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
-        return None, None, *DealtParts.apply(to_layout(grad, ctx.own.layout), ctx.dim, ctx.sizes)
+        grad = to_layout(grad, ctx.own.layout)
+        parts = Tensor.split(grad, ctx.sizes, ctx.dim) if transforms_active() else DealtParts.apply(
+            grad, ctx.dim, ctx.sizes)
+        return None, None, *parts
 
 
 def _held_parts(own: Layout, shape: tuple[int, ...], dim: int, sizes: Sequence[int]

@@ -40,6 +40,7 @@ from globaltensor.runtime.torch_internals import (
     take_higher_order_op,
 )
 from globaltensor.tensors.full_value import FromFull
+from globaltensor.tensors.linear_maps import row_by_row
 from globaltensor.tracebacks import api_boundary
 
 Function = Callable[..., Any]
@@ -88,6 +89,7 @@ class _FlexAttention(torch.autograd.Function):
         return tuple(wrapped)
 
     @staticmethod
+    @row_by_row
     @once_differentiable                             # as torch's kernel
     def backward(ctx: Any, *grads: Any) -> Any:
         query, key, value, out, logsumexp = ctx.saved_tensors

@@ -10,7 +10,9 @@ what the op does instead.
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -21,13 +23,13 @@ from globaltensor.layouts.layout import Layout
 from globaltensor.layouts.sbp import broadcast, split
 from globaltensor.runtime.torch_internals import (
     OpOverload,
-    batch_dim,
+    as_batch,
     below_autograd,
     compiling,
-    is_stand_in,
+    in_batch,
     modes_active,
+    stood_for,
     transforms_active,
-    unwrapped,
 )
 from globaltensor.tracebacks import api_boundary
 
@@ -48,7 +50,11 @@ class LinearMap(torch.autograd.Function):
 
     @classmethod
     def of(cls, x: Any, *how: Any) -> Any:
-        """The map of x, by way of autograd only where that has to know."""
+        """The map of x, by way of autograd only where that has to know. Of a batch of gradients autograd knows all
+        of it as one."""
+        if transforms_active() and in_batch(x):
+            whole, dim = stood_for(x)  # type: ignore[misc]
+            return as_batch(cls.of(whole, *[_batched(one, dim, whole.shape[dim]) for one in how]))
         if transforms_active() or torch.is_grad_enabled() and x.requires_grad:
             return cls.apply(x, *how)
         return cls.forward(x, *how)
@@ -82,17 +88,40 @@ def _batched(how: Any, dim: int, size: int) -> Any:
     return how and (*how[:dim], size, *how[dim:])
 
 
+def row_by_row(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate the backward of a function of autograd that asks for layouts or parts: of a batch of gradients it takes
+    one after the other. (What autograd notes of tensors that stand for a batch is lost behind it.)"""
+    @functools.wraps(backward)
+    def of_each(ctx: Any, *grads: Any) -> Any:
+        if compiling() or not transforms_active() or not any(g is not None and in_batch(g) for g in grads):
+            return backward(ctx, *grads)
+        rows = [stood_for(g)[0].unbind() if g is not None and in_batch(g) else repeat(g)  # type: ignore[index]
+                for g in grads]
+        results = [backward(ctx, *row) for row in zip(*rows)]
+        if not isinstance(results[0], tuple):
+            return as_batch(torch.stack(results))
+        return tuple(None if several[0] is None else as_batch(torch.stack(several)) for several in zip(*results))
+    return of_each
+
+
 def layout_of(t: Any) -> Layout | None:
     """The layout of a global tensor, also where torch.func wraps it: batch dims do not show. None of a plain one."""
     if is_global(t):
         return t.spec.layout
-    inner = layout_of(unwrapped(t)) if is_stand_in(t) else None
-    dim = batch_dim(t) if inner is not None else -1
+    whole, dim = stood_for(t) or (t, -1)
+    inner = layout_of(whole) if whole is not t else None
     if inner is None or dim < 0:
         return inner
     # seen from one example, a split of the batch splits nothing
     shown = {d: split(d - (d > dim)) if d != dim else broadcast for d in {s.dim for s in inner.sbp if s.is_split}}
     return inner.with_sbp(tuple(shown[s.dim] if s.is_split else s for s in inner.sbp))
+
+
+def innermost(t: torch.Tensor) -> torch.Tensor:
+    """What is left when nothing stands for another tensor."""
+    while (inner := stood_for(t)) is not None:
+        t, _ = inner
+    return t
 
 
 def op_arguments(how: Sequence[Any]) -> list[Any]:

@@ -16,6 +16,7 @@ from globaltensor.algorithms.local_impls import check_range
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.runtime import custom_ops
 from globaltensor.runtime.torch_internals import OWN_KEYS, ExcludeDispatchKeys, OpOverload, transforms_active
+from globaltensor.tensors.linear_maps import row_by_row
 from globaltensor.tensors.redistribution import to_layout
 
 aten = torch.ops.aten
@@ -50,6 +51,7 @@ class EmbeddingGradient(torch.autograd.Function):
         return _backward(grad, indices, rows, padding)
 
     @staticmethod
+    @row_by_row
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         indices, = ctx.saved_tensors
         rows = Lookup.apply(grad, indices, ctx.padding)
@@ -79,6 +81,7 @@ class PickedElements(torch.autograd.Function):
         return aten.index.Tensor(x, list(indices))
 
     @staticmethod
+    @row_by_row
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         zeros: Any = grad.new_zeros(()).expand(ctx.shape)
         zeros, indices = to_layout(zeros, ctx.layout), ctx.saved_tensors

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from string import ascii_letters
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from globaltensor.layouts.global_like import is_global
 from globaltensor.runtime import custom_ops
 from globaltensor.runtime.memory import missing
 from globaltensor.runtime.native import torch_ext
-from globaltensor.runtime.torch_internals import below_autograd, transforms_active
+from globaltensor.runtime.torch_internals import as_batch, below_autograd, in_batch, stood_for, transforms_active
 
 _contract = custom_ops.contract
 _linear = custom_ops.linear
@@ -51,7 +52,18 @@ def defer_weight_grads(inputs: Sequence[torch.Tensor]) -> Iterator[list[Deferred
 def contract(equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The contraction as a function of autograd. Where more is asked of it than a backward pass, torch's own ops do it,
     which have formulas for all."""
-    return torch.einsum(equation, a, b) if transforms_active() else Contract.apply(equation, a, b)
+    if transforms_active():
+        return _contract_batch(equation, a, b) if in_batch(a) or in_batch(b) else torch.einsum(equation, a, b)
+    return Contract.apply(equation, a, b)
+
+
+def _contract_batch(equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Of operands that stand for a batch of gradients the products of all, as one."""
+    label = next(letter for letter in ascii_letters if letter not in equation)
+    operands, out = equation.split("->")
+    sides = [label * in_batch(t) + side for t, side in zip((a, b), operands.split(","))]
+    wholes = [(stood_for(t) or (t,))[0] for t in (a, b)]
+    return as_batch(contract(f"{','.join(sides)}->{label}{out}", *wholes))
 
 
 def _save_factors(ctx: Any, needs: Sequence[bool], a: torch.Tensor, b: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 """Gradients of gradients through `to_local` and `from_local`, and by torch.func, one rank a process."""
 import torch
-from autograd_functions import differentiated_again
+from autograd_functions import differentiated_again, of_a_batch
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import globaltensor as gt
@@ -78,13 +78,30 @@ def among_dtensors(x):
 
 
 expected = thrice(lambda x: (x ** 6).sum(), whole.clone().requires_grad_())
+programs = ((on_a_placement, gt.from_full(whole, place, S(0))),
+            (on_a_mesh, gt.dtensor.distribute_tensor(whole, mesh, [gt.dtensor.Shard(0)])),
+            (rows_of_a_batch, gt.dtensor.distribute_tensor(whole, mesh, [gt.dtensor.Shard(0)])),
+            (among_dtensors, distribute_tensor(whole, theirs, [Shard(0)])))
 with differentiated_again() as names:
-    for program, x in ((on_a_placement, gt.from_full(whole, place, S(0))),
-                       (on_a_mesh, gt.dtensor.distribute_tensor(whole, mesh, [gt.dtensor.Shard(0)])),
-                       (rows_of_a_batch, gt.dtensor.distribute_tensor(whole, mesh, [gt.dtensor.Shard(0)])),
-                       (among_dtensors, distribute_tensor(whole, theirs, [Shard(0)]))):
+    for program, x in programs:
         torch.testing.assert_close(thrice(program, x.requires_grad_()).full_tensor(), expected)
 assert names >= {"PartOnMesh", "OwnPart", "_Crossing", "FromDTensor", "ToDTensor", "ToLocal", "Spread"}, names
+
+
+
+def at_once(function, x):
+    """Through two equal gradients of what the function gives."""
+    x = x.detach().requires_grad_()
+    first, = torch.autograd.grad(function(x), x, torch.ones(2).double(), is_grads_batched=True, create_graph=True)
+    (first ** 2).sum().backward()
+    return x.grad
+
+
+expected = at_once(lambda x: (x ** 6).sum(), whole)
+with of_a_batch() as names:
+    for program, x in programs[:3]:                  # torch has no batches for its DTensors
+        torch.testing.assert_close(at_once(program, x).full_tensor(), expected)
+assert names >= {"PartOnMesh", "OwnPart", "ToLocal", "FromLocal"}, names
 
 if gt.rank() == 0:
     print("as plain torch")
