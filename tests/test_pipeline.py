@@ -836,7 +836,7 @@ def test_a_rank_that_dies_in_mid_pipeline(native):
 @pytest.mark.processes
 def test_layers_and_shared_weights_that_some_steps_leave_out():
     """Which parameters have gradients is what each step says, and not what the first one of its shapes said."""
-    good([*RUN, "-n", 2, PROGRAMS / "pipeline_uses.py"])
+    good([*RUN, "-n", 4, PROGRAMS / "pipeline_uses.py"])
 
 
 @pytest.mark.processes

@@ -200,7 +200,6 @@ class Plan(MutableMapping[str, PlanRow]):
         return plan
 
     @api_boundary
-    @api_boundary
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the text that `print` shows. Not collective: let one process do it."""
         with writing_to(path, "a plan into no file", 'plan.save("plan.txt")'), open(path, "w", -1, "utf-8") as file:

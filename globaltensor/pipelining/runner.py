@@ -294,7 +294,7 @@ class PipelineRunner:
             self._comm.begin_step()
         try:
             with torch.autocast(first.type, enabled=False):
-                self.model.parameters.make_replicas()
+                self.model.parameters.begin_step()
                 self._dry_run(step, micro_inputs, mode)
                 with garbage_collection_off():
                     step.run(self._ranks)

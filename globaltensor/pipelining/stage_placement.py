@@ -9,6 +9,7 @@ replica's gradient is added to the parameter's after the step.
 """
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -114,6 +115,7 @@ class StageParameters:
         self.stages, self.placements = stages, placements
         self.replicas: list[dict[int, Replica]] = [{} for _ in stages]      # by stage, by id of the original
         self.uses: dict[int, tuple[str, Any, list[int]]] = {}    # by id of a tensor: a name, itself, and its stages
+        self._kept: dict[int, weakref.ref[Any]] = {}     # by id of a part of ZeRO: its gradient of before the step
         with ExitStack() as stack:
             for module in stages:
                 stack.enter_context(weights_made_again(module))
@@ -145,9 +147,13 @@ class StageParameters:
                                  "gradient, more than once per micro-batch",
                                  "handle.remove() of it, and the same of its .grad after step(...)")
 
-    def make_replicas(self) -> None:
+    def begin_step(self) -> None:
+        """Make the replicas."""
         for replica in self._all_replicas():
             replica.make()
+        parts = (gradients.part_of(p) for module in self.stages for p in module.parameters())
+        self._kept = {id(part): weakref.ref(grad) for part in parts
+                      if part is not None and (grad := gradients.raw_grad(part)) is not None}
 
     def reduce_replicas(self, unused: frozenset[tuple[int, int]]) -> None:
         """`unused`: (stage, index) of replicas that got no gradient."""
@@ -165,13 +171,20 @@ class StageParameters:
 
     def missing_gradients(self, stages: Sequence[int]) -> MissingGradients:
         """Those of these stages."""
-        # not read by `.grad`, which would reduce what is pending; a hook that read it has it in the part of ZeRO
         return MissingGradients(
             frozenset((stage, k) for stage in stages for k, p in enumerate(self.stages[stage].parameters())
-                      if gradients.raw_grad(p) is None and ((part := gradients.part_of(p)) is None
-                                                            or gradients.raw_grad(part) is None)),
+                      if not self._has_gradient(p)),
             frozenset((stage, k) for stage in stages for k, replica in enumerate(self.replicas[stage].values())
                       if gradients.raw_grad(replica.leaf) is None))
+
+    def _has_gradient(self, p: Any) -> bool:
+        """Is there one for ranks of other stages to have too? Not where the part of ZeRO keeps one of earlier steps
+        alone, which they have."""
+        if gradients.raw_grad(p) is not None:        # not read by `.grad`, which would reduce what is pending
+            return True
+        part = gradients.part_of(p)
+        grad = None if part is None else gradients.raw_grad(part)    # from a hook that read it
+        return grad is not None and (id(part) not in self._kept or self._kept[id(part)]() is not grad)
 
     def _all_replicas(self) -> Iterator[Replica]:
         for replicas in self.replicas:

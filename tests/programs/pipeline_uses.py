@@ -1,7 +1,6 @@
 """Stages on processes of their own that leave layers out, or do not use what they share, in some steps only: gradients,
 clipping and AdamW as in plain torch, whatever the first step used."""
 import copy
-import itertools
 
 import torch
 import torch.nn.functional as F
@@ -26,15 +25,20 @@ class Block(nn.Module):
 torch.set_default_dtype(torch.float64)
 # which of the blocks each step uses: the last one shares the weight of the first
 USED = [(1, 1, 0, 0), (1, 1, 1, 1), (0, 1, 1, 1), (1, 0, 0, 0), (0, 1, 1, 0), (0, 1, 0, 1), (1, 1, 1, 1), (1, 1, 0, 0)]
-for schedule, order in itertools.product(("gpipe", "zb-h1"), (1, -1)):
+# the schedule, the order of these steps, the stage of ZeRO, and whether gradients are set to zero or dropped
+CASES = [("gpipe", 1, 0, False), ("zb-h1", -1, 0, True), ("1f1b", 1, 1, False), ("1f1b", -1, 1, True),
+         ("gpipe", 1, 2, True), ("1f1b", 1, 3, True)]
+for schedule, order, zero, kept in CASES:
     torch.manual_seed(0)
     first = Block()
     plain = nn.Sequential(nn.Linear(6, 6), first, Block(), nn.Linear(6, 6), Block(), Block(first.weight))
     blocks = list(copy.deepcopy(plain))
     runner = gt.pipeline([nn.Sequential(*blocks[:3]), nn.Sequential(*blocks[3:])],
-                         [gt.placement("cpu", [rank]) for rank in range(2)], schedule, 2, F.mse_loss)
+                         [gt.placement("cpu", ranks, ("dp",)) for ranks in ([0, 1], [2, 3])], schedule, 2, F.mse_loss)
     own = [*nn.ModuleList(blocks).parameters()]
     optimizers = [torch.optim.AdamW(parameters, lr=0.01) for parameters in (own, plain.parameters())]
+    if zero:
+        gt.zero(optimizers[0], "dp", zero)
     for step, used in enumerate(USED[::order]):
         for model in (blocks, plain):
             for block, is_used in zip((model[1], model[2], model[4], model[5]), used):
@@ -44,7 +48,7 @@ for schedule, order in itertools.product(("gpipe", "zb-h1"), (1, -1)):
         want = sum(F.mse_loss(plain(a), b) / 2 for a, b in zip(x.chunk(2), y.chunk(2)))
         want.backward()
         for p, q in zip(own, plain.parameters()):
-            where = f"rank {gt.rank()}, {schedule}, step {step} of order {order}"
+            where = f"rank {gt.rank()}, {schedule}, step {step} of order {order}, ZeRO {zero}, kept: {kept}"
             assert (p.grad is None) == (q.grad is None), where
             if q.grad is not None:
                 torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-9, atol=1e-12, msg=where)
@@ -53,7 +57,7 @@ for schedule, order in itertools.product(("gpipe", "zb-h1"), (1, -1)):
         torch.testing.assert_close(loss.full_tensor(), want, rtol=1e-9, atol=1e-12)
         for optimizer in optimizers:
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=not kept)
 
 
 class Two(nn.Module):
@@ -74,7 +78,8 @@ stages[1].used = False
 try:
     runner.step(x, y)
 except gt.GlobalTensorError as error:                # the last thing that is done: the ranks are apart now
-    kind, words = [("TransportError", ""), ("ShapeError", "gradients of what stage 1 takes from stage 0")][gt.rank()]
+    kind, words = ("ShapeError", "gradients of what stage 1 takes from stage 0") if gt.rank() == 1 else (
+        "TransportError", "lost touch with rank 1")
     assert type(error).__name__ == kind and words in str(error), error
 else:
     raise AssertionError("the stage before knows by the shapes what comes")
