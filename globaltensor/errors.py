@@ -306,7 +306,8 @@ def writing_to(path: Any, role: str, fix: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ArgumentError(f"{role}: {os.fspath(path)}", error.strerror or str(error), fix) from None
+        raise ArgumentError(f"{os.fspath(path)} could not be written", error.strerror or str(error),
+                            "a name in a folder that is there and may be written") from None
 
 
 def expect_amount(value: object, role: str, fix: str) -> None:

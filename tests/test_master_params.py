@@ -7,6 +7,7 @@ import weakref
 from collections import defaultdict
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 import globaltensor as gt
 from globaltensor.errors import GlobalTensorError, SbpError
+from globaltensor.runtime.agreement import broadcast_object
 from globaltensor.tensors import gradients
 
 SEED = 23
@@ -451,12 +453,13 @@ def masters_of(optimizer):
 @pytest.mark.parametrize("dst", LAID_OUT)
 def test_weights_of_16_bits_go_on_in_another_layout(dst, by, tmp_path):
     """The masters of parameters that have one in both go on bit for bit; where there is none it is the value."""
+    folder = Path(broadcast_object(str(tmp_path), 0))            # test_lockstep runs this in several processes
     for nth, src in enumerate(LAID_OUT):
         (model, optimizer), (ours, own) = of_16_bits(src), of_16_bits(dst)
         step_of(model, optimizer, 1)
         if "stepped" in by:
             step_of(ours, own, 2)
-        _hand_over({"model": model, "optimizer": optimizer}, {"model": ours, "optimizer": own}, tmp_path / str(nth),
+        _hand_over({"model": model, "optimizer": optimizer}, {"model": ours, "optimizer": own}, folder / str(nth),
                    by if LAID_OUT[dst][2] or by != "state_dict" else "file")     # else the state stays where it was
         for p, value in zip(ours.parameters(), values := [*map(whole, model.parameters())], strict=True):
             assert torch.equal(whole(p), value), src
