@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -92,10 +93,12 @@ def good_all(*starts: tuple[list, dict[str, str]], timeout: float = 60) -> list[
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port of this host that nobody listens on, below those that Linux gives to connections: one of another test
+    could have it before a rank listens there."""
+    while True:
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", port := 20_000 + secrets.randbelow(12_000)))
+            return port
 
 
 def by_hand(program: list, ranks: int, **more: str) -> list[Started]:
