@@ -75,6 +75,9 @@ def main(args: Sequence[str] | None = None) -> int:
         fix = f"\n  try: globaltensor {chosen.command} --help" if lacks else ""
         print(f"globaltensor: {error}{fix}", file=sys.stderr)
         return error.code
+    except KeyboardInterrupt:
+        print("globaltensor: ended by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
     except BrokenPipeError:                          # `globaltensor info | head`
         sys.stderr.close()
         return 1

@@ -81,6 +81,9 @@ def test_without_a_command_it_shows_the_commands(capsys):
     (("run", "-m", "no_such_module"), "there is no module 'no_such_module'"),
     (("run", "--nnodes", "2", __file__), "2 hosts need a place to meet\n  try: globaltensor run --nnodes 2 --rdzv-end"),
     (("run", "--nnodes", "2", "--rdzv-endpoint", "h:1", "--node-rank", "2", __file__), "--node-rank 2 of 2 hosts"),
+    (("run", "--rdzv-endpoint", ":29400", __file__), "29400 has no host\n  try: --rdzv-endpoint HOST:29400\n"),
+    (("run", "--rdzv-endpoint", "h:x", __file__), "--rdzv-endpoint h:x has no port\n  try: --rdzv-endpoint h:29400\n"),
+    (("run", "--rdzv-endpoint", "[::1]", __file__), "has no port\n  try: --rdzv-endpoint [::1]:29400\n"),
     (("run", "-n", "2", "--min-ranks", "3", __file__), "--min-ranks 3 of 2 ranks"),
     (("run", "--max-restarts", "-1", __file__), "'-1' is not a whole number of at least 0"),
     (("run", "--standalone", "--nnodes", "2", __file__), "--standalone is for one host"),
@@ -99,6 +102,14 @@ def test_without_a_command_it_shows_the_commands(capsys):
 def test_what_cannot_be_done_is_said_in_a_line_or_two(capsys, args, text):
     code, out, err = said(capsys, *args)
     assert code == 2 and out == "" and text in err and "Traceback" not in err
+
+
+def test_ctrl_c_before_the_ranks_begin_shows_no_traceback(capsys, monkeypatch):
+    def interrupted(chosen):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("globaltensor.cli.run.translate", interrupted)
+    assert said(capsys, "run", __file__) == (130, "", "globaltensor: ended by SIGINT\n")
 
 
 @pytest.mark.parametrize("flags, wanted", [

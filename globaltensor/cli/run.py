@@ -78,8 +78,11 @@ def _check_command(chosen: argparse.Namespace) -> None:
         raise Problem(f"{chosen.program!r} is no file\n  why: each rank reads the program, and what a pipe or a "
                       "terminal gives can be read once\n  try: cat > program.py, then globaltensor run program.py")
     if chosen.rdzv_endpoint and not re.fullmatch(r".+:\d{1,5}", chosen.rdzv_endpoint):
-        raise Problem(f"--rdzv-endpoint {chosen.rdzv_endpoint} has no port\n  try: --rdzv-endpoint "
-                      f"{chosen.rdzv_endpoint}:29400")
+        host, _, port = chosen.rdzv_endpoint.rpartition(":")
+        if "]" in port or not (host or chosen.rdzv_endpoint.startswith(":")):        # of [::1], or there is none
+            host = chosen.rdzv_endpoint
+        raise Problem(f"--rdzv-endpoint {chosen.rdzv_endpoint} has no {'port' if host else 'host'}\n"
+                      f"  try: --rdzv-endpoint {host or 'HOST'}:29400")
     if chosen.rdzv_endpoint and not 0 < int(chosen.rdzv_endpoint.rpartition(":")[2]) < 65536:
         raise Problem(f"--rdzv-endpoint {chosen.rdzv_endpoint}: a port is 1 to 65535\n  try: --rdzv-endpoint "
                       f"{chosen.rdzv_endpoint.rpartition(':')[0]}:29400")
