@@ -56,6 +56,13 @@ OF_TORCH = {
 }
 
 
+@pytest.mark.parametrize("read", [bool, int, float, complex, range])
+def test_a_number_of_several_elements_is_an_error_at_the_programs_line(read):
+    here, plain = (raised(lambda x=x: read(x)) for x in (ones(4, 3), torch.ones(4, 3)))
+    assert type(here) is type(plain) and str(here) == str(plain)
+    assert not any(file.startswith(OURS) for file in frames(here)) and "test_tracebacks.py:" in here.__notes__[0]
+
+
 # of a library that asks for an address, by functions of torch's that stand between
 @pytest.mark.parametrize("name", [name for name in MISTAKES if name != "saved by a library"])
 def test_no_frame_of_ours_is_seen(name):

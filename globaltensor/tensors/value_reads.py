@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from globaltensor.errors import GlobalTensorError, where
 from globaltensor.layouts.global_like import is_global
 from globaltensor.runtime.memory import require
 from globaltensor.runtime.torch_internals import (
@@ -19,7 +20,7 @@ from globaltensor.runtime.torch_internals import (
 from globaltensor.tensors.full_value import whole_value
 from globaltensor.tensors.lookup import check_classes
 from globaltensor.tensors.redistribution import to_layout
-from globaltensor.tracebacks import api_boundary
+from globaltensor.tracebacks import api_boundary, note_on_torch_error
 
 aten = torch.ops.aten
 
@@ -73,8 +74,13 @@ def _read_within(name: str) -> Callable[[torch.Tensor], Any]:
 
     @wraps(own)
     def number(x: torch.Tensor) -> Any:
-        with reaching_subclasses():
-            return own(x)
+        try:
+            with reaching_subclasses():
+                return own(x)
+        except (RuntimeError, TypeError, ValueError) as error:       # of several elements, mostly
+            if not isinstance(error, GlobalTensorError):
+                note_on_torch_error(error, f"  where: {where()}")
+            raise
 
     return api_boundary(number)
 
