@@ -6,6 +6,7 @@ import re
 import shutil
 import tempfile
 import traceback
+import warnings
 from pathlib import Path
 
 import numpy
@@ -16,7 +17,7 @@ from torch import nn
 
 import globaltensor as gt
 from globaltensor.cli import main
-from globaltensor.runtime.launchers import check_variables
+from globaltensor.runtime.launchers import check_own_variables, check_variables
 
 S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
 ON = gt.placement("cpu", [0, 1])
@@ -560,7 +561,8 @@ def test_a_command_line_of_nonsense_is_refused_in_few_lines(capsys, name):
 
 @pytest.mark.parametrize("variable, value", [("GLOBALTENSOR_RANKS", "many"), ("GLOBALTENSOR_RANKS", "0"),
                                              ("GLOBALTENSOR_AUDIT", "often"), ("GLOBALTENSOR_AUDIT", "-1"),
-                                             ("GLOBALTENSOR_AUDIT", "nan"), ("GLOBALTENSOR_NATIVE", "maybe")])
+                                             ("GLOBALTENSOR_AUDIT", "nan"), ("GLOBALTENSOR_NATIVE", "maybe"),
+                                             ("GLOBALTENSOR_CHECK", "false"), ("GLOBALTENSOR_TRACEBACK", "all")])
 def test_a_variable_of_nonsense_is_refused(variable, value):
     code, out, err = run([PYTHON, "-c", "import globaltensor as gt; gt.world_size()"], environment(**{variable: value}))
     assert code == 1 and value in err and "where:" in err and "try:" in err, out + err
@@ -579,6 +581,20 @@ def test_a_launchers_variable_of_nonsense_is_refused(name, value):
     with pytest.raises(gt.TransportError, match=f"{name}={value}") as caught:
         check_variables({**_OF_A_RANK, name: value})
     assert caught.value.why and caught.value.fix and "test_nonsense.py:" in caught.value.where
+
+
+@pytest.mark.parametrize("env, text", [
+    ({"GLOBALTENSOR_RANK": "2"}, "GLOBALTENSOR_RANK is read by nothing\n  try:   GLOBALTENSOR_RANKS=2"),
+    ({"GLOBALTENSOR_CHECKS": "1"}, "GLOBALTENSOR_CHECKS is read by nothing\n  try:   GLOBALTENSOR_CHECK=1"),
+    ({"WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "drives all ranks, though WORLD_SIZE=2 is set\n  why:   RANK is not"),
+    ({"RANK": "1", "MASTER_ADDR": "h"}, "drives all ranks, though RANK=1 is set\n  why:   WORLD_SIZE is not"),
+    ({**_OF_A_RANK, "GLOBALTENSOR_CHECK": "0", "GLOBALTENSOR_RANKS": "2", "GLOBALTENSOR_SECRET": "x"}, ""),
+    ({"GLOBALTENSOR_RUN_FOLDER": "x", "GLOBALTENSOR_OF_MY_OWN": "x", "MASTER_ADDR": "h"}, "")])
+def test_a_variable_without_effect_is_warned_of(env, text):
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        check_own_variables(env)
+    assert [str(one.message).partition(text)[1] for one in heard] == [text] * bool(text), heard
 
 
 def test_a_rank_beyond_the_last_is_refused_at_once():

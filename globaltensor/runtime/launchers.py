@@ -3,6 +3,7 @@
 Each tells its processes their rank in variables of its own. They are put into torch's (RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), so that all else knows one launcher. What torch's launcher, or the user,
 has set is left as it is. A world of one process counts as started without a launcher: a lone process drives all ranks.
+Variables of our own are checked here, too.
 
 Sources: "Output environment variables" of srun(1); "Environment variables" of Open MPI's mpirun(1); MPICH's Hydra.
 """
@@ -13,8 +14,9 @@ import re
 import socket
 import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
+from difflib import get_close_matches
 
-from globaltensor.errors import TransportError
+from globaltensor.errors import TransportError, warn
 
 
 def recognize_launcher(env: MutableMapping[str, str] = os.environ) -> str | None:
@@ -46,6 +48,30 @@ def check_variables(env: Mapping[str, str] = os.environ) -> None:
             raise TransportError(f"{name}={value}", f"it is a whole number from {first} "
                                  f"{'on' if last is None else f'to {last}'}, which a launcher sets",
                                  "globaltensor run -n 2 program.py, or torchrun, which set it")
+
+
+_SWITCHES = {"GLOBALTENSOR_CHECK": ("1", "0"), "GLOBALTENSOR_GPU_KERNELS": ("0", "1"),
+             "GLOBALTENSOR_SHARE_GPU": ("1", "0"), "GLOBALTENSOR_TRACEBACK": ("full",)}
+_OWN = (*_SWITCHES, "GLOBALTENSOR_AUDIT", "GLOBALTENSOR_NATIVE", "GLOBALTENSOR_RANKS", "GLOBALTENSOR_SECRET")
+
+
+def check_own_variables(env: Mapping[str, str] = os.environ) -> None:
+    """Raise TransportError for a switch of ours that is neither on nor off, and warn of what would have no effect: a
+    variable that is misspelt, and one of RANK and WORLD_SIZE without the other."""
+    for name, values in _SWITCHES.items():
+        if (value := env.get(name, "")) and value not in values:
+            raise TransportError(f"{name}={value}", f"it is {' or '.join(values)}", f"{name}={values[0]}")
+    for name in env:
+        if name.startswith("GLOBALTENSOR_") and name not in _OWN:
+            near = get_close_matches(name.removeprefix("GLOBALTENSOR_"), [one.removeprefix("GLOBALTENSOR_")
+                                                                          for one in _OWN], 1, 0.75)
+            if near:
+                warn(f"{name} is read by nothing\n  try:   GLOBALTENSOR_{near[0]}={env[name]}")
+    alone = {"RANK", "WORLD_SIZE"} & env.keys()
+    if len(alone) == 1 and "MASTER_ADDR" in env:
+        one, other = ("RANK", "WORLD_SIZE") if "RANK" in alone else ("WORLD_SIZE", "RANK")
+        warn(f"this process drives all ranks, though {one}={env[one]} is set\n  why:   {other} is not"
+             f"\n  try:   globaltensor run -n N program.py, or torchrun, which set both; or: unset {one}")
 
 
 def _check_address(env: Mapping[str, str], name: str) -> None:

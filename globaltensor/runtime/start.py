@@ -26,6 +26,7 @@ from globaltensor.runtime.exchange import finish_all
 from globaltensor.runtime.gloo import choose_interfaces, gloo_error, keep_for_ever, yield_cores
 from globaltensor.runtime.host_processes import ProcessId
 from globaltensor.runtime.launchers import (
+    check_own_variables,
     check_variables,
     is_one_host,
     local_rank,
@@ -76,6 +77,7 @@ def init(ranks: int | None = None, *, timeout: float | None = None, machine: Mac
         return running
     if dist.is_available() and not dist.is_initialized():
         recognize_launcher()
+    check_own_variables()
     if dist.is_available() and (dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()):
         new = _processes(timedelta(seconds=timeout) if timeout else TIMEOUT, machine)
         if ranks not in (None, new.size):
