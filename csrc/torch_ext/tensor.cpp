@@ -5,11 +5,14 @@
 #include "completed.h"
 #include "recipe.h"
 
+#include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
+
+#include <mutex>
 
 namespace py = pybind11;
 
@@ -317,6 +320,20 @@ void GlobalImpl::release_resources() {
   forget_completed();
   view = {};
   c10::TensorImpl::release_resources();
+}
+
+// torch.profiler with record_shapes asks for the address of each operand, and loses the op where that raises: while one
+// runs, it is null.
+const c10::Storage& GlobalImpl::storage() const {
+  static std::mutex one;
+  if (auto* memory = storage_.unsafeGetStorageImpl()) {
+    const bool recorded = at::hasCallbacks();
+    std::lock_guard<std::mutex> lock(one);
+    const bool raises = memory->get_extra_meta().custom_data_ptr_error_msg_.has_value();
+    if (recorded && raises) memory->clear_data_ptr_access_error_msg_();
+    if (!recorded && !raises) memory->release_data_and_set_meta_custom_data_ptr_error_msg_(kNoMemory);
+  }
+  return storage_;
 }
 
 static void claim_all_ops() {

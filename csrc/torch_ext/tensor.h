@@ -82,6 +82,7 @@ struct GlobalImpl final : c10::TensorImpl {
   void shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& from) override;
   void release_resources() override;
   const char* tensorimpl_type_name() const override { return "GlobalImpl"; }
+  const c10::Storage& storage() const override;
 
  private:
   Shards read_view();
