@@ -24,6 +24,10 @@ def test_random_views(seed):
     melted.check_random(seed)
 
 
+def test_a_layer_on_views_of_as_many_rows():
+    melted.check_linear()
+
+
 def test_attention_of_a_split_batch():
     melted.check_attention()
 

@@ -286,7 +286,8 @@ std::vector<int64_t> sizes_of_rows(const at::Tensor& x) {
   }
   if (rest > 1) sizes.push_back(rest);
   sizes.push_back(x.size(1));
-  return parts_stay(base, sizes) ? sizes : std::vector<int64_t>();
+  // a view of two dims is no parting: its rows would be asked for again, for ever
+  return sizes.size() > 2 && parts_stay(base, sizes) ? sizes : std::vector<int64_t>();
 }
 
 void note_write(const at::Tensor& t) {

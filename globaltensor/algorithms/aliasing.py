@@ -183,7 +183,8 @@ def sizes_of_rows(x: Any) -> list[int] | None:
         else:
             break
     sizes += [rest, x.shape[1]] if rest > 1 else [x.shape[1]]
-    return sizes if _parts_stay(origin.base.spec, sizes) else None
+    # a view of two dims is no parting: its rows would be asked for again, for ever
+    return sizes if len(sizes) > 2 and _parts_stay(origin.base.spec, sizes) else None
 
 
 def _parts_stay(of: Spec, size: Sequence[int]) -> bool:

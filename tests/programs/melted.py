@@ -85,6 +85,28 @@ def check_random(seed: int) -> None:
         torch.testing.assert_close(x.grad.full_tensor(), plain.grad, msg=lambda m: f"seed {seed}\n{m}")
 
 
+def check_linear() -> None:
+    """A layer on rows that were melted, and viewed once more with as many: as a router of experts does."""
+    for where in placements():
+        for shape, dim, views in [((5, 8, 4), 0, [(40, 4), (40, 4)]), ((5, 8, 4), 0, [(40, 4), (160,), (40, 4)]),
+                                  ((5, 8, 4), 0, [(40, 4), (40, 4), (40, 4)]), ((3, 8, 4), 1, [(24, 4), (24, 4)]),
+                                  ((5, 8, 4), 0, [(40, 4), (40, 1, 4), (40, 4)]), ((1, 3, 4), 1, [(3, 4), (3, 4)]),
+                                  ((4, 1, 4), 2, [(4, 4), (4, 4)]), ((5, 8, 4), 0, [(1, 160), (1, 160)])]:
+            torch.manual_seed(SEED)
+            plain = torch.randn(shape, dtype=torch.float64)
+            weight = torch.randn(2, views[-1][1], dtype=torch.float64)
+            x = gt.from_full(plain, where, S(dim)).requires_grad_()
+            w = gt.from_full(weight, where, B).requires_grad_()
+            y, want = x, plain.requires_grad_()
+            for sizes in views:
+                y, want = y.view(sizes), want.view(sizes)
+            y, want = nn.functional.linear(y, w), nn.functional.linear(want, weight.requires_grad_())
+            y.square().sum().backward()
+            want.square().sum().backward()
+            for got, expected in [(y, want), (x.grad, plain.grad), (w.grad, weight.grad)]:
+                torch.testing.assert_close(got.full_tensor(), expected, msg=lambda m, v=views: f"{v}\n{m}")
+
+
 def attention_steps() -> Iterator[tuple[str, nn.Module, dict[str, Any], bool]]:
     for batch_first in (True, False):
         for weights in (True, False):
@@ -127,6 +149,7 @@ def main() -> None:
     check_views()
     for seed in range(SEED, SEED + 60):
         check_random(seed)
+    check_linear()
     check_attention()
 
 
