@@ -18,6 +18,7 @@ from globaltensor.algorithms.run import Run
 from globaltensor.errors import PlacementError
 from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import contiguous, dense
+from globaltensor.layouts.view_parts import extent_in_memory
 from globaltensor.rules.call import Call
 
 aten = torch.ops.aten
@@ -25,8 +26,9 @@ aten = torch.ops.aten
 
 def beyond_memory(base: Any, size: Sequence[int], stride: Sequence[int], offset: int) -> RuntimeError | None:
     """torch's error where strides lead beyond the memory of a tensor; None where they do not."""
-    stop = 1 + offset + sum((n - 1) * step for n, step in zip(size, stride))
-    if stop <= base.numel() or 0 in size:
+    extent = extent_in_memory(size, stride)
+    stop = offset + extent
+    if not extent or stop <= base.numel():
         return None
     return RuntimeError(f"setStorage: sizes {list(size)}, strides {list(stride)}, storage offset {offset}, and "
                         f"itemsize {base.dtype.itemsize} requiring a storage size of {stop * base.dtype.itemsize} are "
@@ -67,7 +69,7 @@ def zeros_in_memory_like(call: Call, run: Run) -> Any:
     into them. The first dims of `self`, over which a transform maps, are outside of that memory."""
     like = call["other"]
     size, stride = list(like.shape), list(like.stride())
-    step = 1 + sum((n - 1) * each for n, each in zip(size, stride))
+    step = extent_in_memory(size, stride)
     for n in reversed(call["self"].shape[:call["self_num_batch_dims"]]):
         size, stride, step = [n, *size], [step, *stride], step * n
     zeros = run(aten.new_empty_strided.default, like, size, stride)

@@ -118,10 +118,14 @@ def repeats_elements(of: Strided) -> bool:
     return False
 
 
+def extent_in_memory(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Over how many elements of memory a tensor extends, gaps included."""
+    return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride))
+
+
 def laid_out(whole: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
     """A copy in memory of its own with these strides: elements that are one there, as in windows, are one."""
-    reach = 1 + sum((n - 1) * step for n, step in zip(shape, stride))
-    return whole.new_empty(reach).as_strided(shape, stride).copy_(whole)
+    return whole.new_empty(extent_in_memory(shape, stride)).as_strided(shape, stride).copy_(whole)
 
 
 def _offsets_in_memory(of: Strided) -> Tensor:

@@ -52,10 +52,11 @@ class LinearMap(torch.autograd.Function):
     def of(cls, x: Any, *how: Any) -> Any:
         """The map of x, by way of autograd only where that has to know. Of a batch of gradients autograd knows all
         of it as one."""
-        if transforms_active() and in_batch(x):
+        transformed = transforms_active()
+        if transformed and in_batch(x):
             whole, dim = stood_for(x)  # type: ignore[misc]
             return as_batch(cls.of(whole, *[_batched(one, dim, whole.shape[dim]) for one in how]))
-        if transforms_active() or torch.is_grad_enabled() and x.requires_grad:
+        if transformed or torch.is_grad_enabled() and x.requires_grad:
             return cls.apply(x, *how)
         return cls.forward(x, *how)
 
