@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -24,7 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forks", action="store_true", help="Python processes are forks of one that has imported torch")
 
 
+@pytest.hookimpl(tryfirst=True)                        # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    draw(items)
     for item in items:
         if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(LONG))
@@ -39,6 +42,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             chosen.setdefault(str(item.path), item)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen.values()])
     items[:] = chosen.values()
+
+
+def draw(items: list[pytest.Item]) -> None:
+    """Of a function that is marked `sample(n)`, one case in n is drawn for `make test`, and always the first. The
+    others are long. Its name alone decides whether a case is drawn, so new cases change nothing for others."""
+    seen = set()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        sample = item.get_closest_marker("sample")
+        if sample and function in seen and crc32(item.nodeid.encode()) % sample.args[0]:
+            item.add_marker(pytest.mark.long)
+        seen.add(function)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -131,6 +131,7 @@ class Turns:
         return ended
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("size", [2, 9, 64, 256, 1024])
 def test_a_rank_of_a_large_world_has_as_few_messages_as_one_of_a_small_world(size, monkeypatch):
     store, clock = dist.HashStore(), Turns()

@@ -38,6 +38,7 @@ def found(*args):
 # ---------------------------------------------------------------------------------------------- the benchmarks
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name, rows, column", [
     ("dispatch", 10, "globaltensor us"), ("random", 9, "torch ns/element"), ("startup", 5, "ms"),
     ("ranks", 5, "ms"),

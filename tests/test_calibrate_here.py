@@ -94,8 +94,8 @@ def measurements_of(of: Cluster, longer: float) -> dict:
     return {"ops": ops, "boxings": boxings, "steps": steps, "plans": plans, "transport": of.transport}
 
 
-@pytest.mark.parametrize("seed, longer", [
-    *(pytest.param(seed, 1.0, marks=pytest.mark.long) for seed in range(3)), (2, 1.4)])
+@pytest.mark.long
+@pytest.mark.parametrize("seed, longer", [*((seed, 1.0) for seed in range(3)), (2, 1.4)])
 def test_the_rates_of_a_machine_are_found_again(seed, longer):
     machine = made_up(SEED + seed)
     fitted = cluster_of_measurements(measurements_of(machine, longer), 2, 8e9, small_models())

@@ -83,6 +83,7 @@ def saved(tmp_path_factory):
     return get
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("src", LAYOUTS)
 @pytest.mark.parametrize("dst", LAYOUTS)
 def test_round_trips(src, dst, saved):

@@ -47,7 +47,7 @@ SIDES = {
     "oneflow": OtherSide("oneflow", [PYTHON, "-m", "oneflow.distributed.launch", "--nproc_per_node", 2]),
     "jax": OtherSide("jax", [PYTHON]),
 }
-QUICK = {"ddp", "dtensor"}      # ours, with a process per rank, in `make test`
+QUICK = {"ddp"}      # ours, with a process per rank, in `make test`
 
 
 def page(name: str) -> str:

@@ -54,6 +54,7 @@ VIEWS = {  # that must be boxed, of rows that are split
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("where", [TWO, THREE], ids=["two", "three"])
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_graph_may_return_a_view_that_is_boxed(view, where):
@@ -90,6 +91,7 @@ ASSIGNED = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", [S(0), S(1), P], ids=str)
 @pytest.mark.parametrize("write", ASSIGNED)
 def test_a_graph_may_write_to_a_part_of_what_it_computes(write, layout):
@@ -190,6 +192,7 @@ ITEMS = {  # numbers of global tensors, which fullgraph=True has in the graph
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("sbp", [B, S(0), P], ids=str)
 @pytest.mark.parametrize("name", ITEMS)
 def test_a_graph_has_one_number_for_all_ranks(name, sbp):
@@ -242,6 +245,7 @@ VIEW_WRITES = {  # through views that must be boxed, of rows or columns that are
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("sbp", [S(0), S(1)], ids=str)
 @pytest.mark.parametrize("name", VIEW_WRITES)
 def test_a_graph_writes_through_boxed_views(name, sbp):
@@ -302,6 +306,7 @@ ACTIVATION_WRITES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sbp", [S(0), S(1), B, P], ids=str)
 @pytest.mark.parametrize("write", ACTIVATION_WRITES)
 def test_a_graph_writes_to_an_activation(write, sbp):
@@ -341,6 +346,7 @@ GIVEN_BACK = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sbp, asks", [(S(0), False), (P, True)], ids=["split", "pending, with gradients"])
 @pytest.mark.parametrize("write", GIVEN_BACK)
 def test_an_argument_that_a_graph_writes_to_and_returns_is_that_argument(write, sbp, asks):

@@ -103,6 +103,7 @@ def test_a_factory_is_the_first_global_thing_that_a_program_touches():
     assert good([PYTHON, "-c", FIRST_THING], environment(GLOBALTENSOR_RANKS="2")).strip() == "[3.0, 3.0]"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("program", [boxings, factories, random_factories, rows_by_number, names_of_torch])
 def test_layouts_are_read_and_made_in_one_graph(program, recwarn):
     f = torch.compile(program, backend="aot_eager", fullgraph=ONE_GRAPH)

@@ -161,6 +161,7 @@ QUICK = {("Muon", 1, "eager", "function"), ("Adam one by one", 2, "aot_eager", "
          ("RMSprop foreach", 3, "eager", "function"), ("Adagrad foreach", 2, "aot_eager", "method")}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name, stage, backend, taken_as", [
     pytest.param(*case, marks=[] if case in QUICK else LONG, id=" ".join(map(str, case)))
     for case in [*product(STEPPED, (1, 2, 3), ("eager", "aot_eager"), TAKEN_AS),
@@ -181,6 +182,7 @@ def test_one_graph_of_a_step_under_zero_is_an_error_that_says_why():
         torch.compile(optimizer.step, backend="eager", fullgraph=True)()
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.usefixtures("real_processes")
 def test_no_function_of_the_library_is_compiled_by_itself():

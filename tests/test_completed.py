@@ -65,6 +65,7 @@ def test_a_write_ends_it(write, mode):
             assert x.sbp == (gt.sbp.partial_sum,) or write == "another's data"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_ends_it_in_what_is_compiled(write):
     def program(arg):

@@ -86,6 +86,7 @@ def test_compiles_for_gpus_and_keeps_to_the_registers(source: Path, folder: Path
 
 
 # ------------------------------------------------------------------ one process drives the ranks
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("src, dst", PAIRS, ids=lambda d: str(d)[6:])
 def test_any_region_is_what_torch_makes_of_it(machine: Library, src: torch.dtype, dst: torch.dtype) -> None:
     rng = random.Random(f"{SEED} {src} {dst}")
@@ -236,6 +237,7 @@ BOXES = [((), ()), ((11,), ((3, 9),)), ((5000,), ((0, 5000),)), ((5003,), ((1, 5
          ((2**34 + 3,), ((2**34 - 5, 2**34 + 2),)), ((2**20, 2**20, 2**20), ((2**20 - 1, 2**20), (17, 19), (5, 600)))]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("law", laws())
 def test_random_numbers_are_those_of_the_twin(machine: Library, law: str) -> None:
     dtypes, arguments, prepared = laws()[law]
@@ -272,6 +274,7 @@ def meeting(folder: Path) -> Path:
     return folder / "meeting"
 
 
+@pytest.mark.sample(3)
 @needs_gxx
 @pytest.mark.parametrize("plant", PLANTS, ids=PLANTS.values())
 def test_ranks_meet_in_the_right_order(meeting: Path, plant: int) -> None:

@@ -156,6 +156,7 @@ def test_tails(n, batch, tail, want):
     assert list(sampler) == want and len(sampler) == len(want)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataset_may_grow_and_shrink_between_epochs(shuffle, workers):

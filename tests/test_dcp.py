@@ -64,6 +64,7 @@ def saved(tmp_path_factory):
     return get
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("src", LAYOUTS)
 @pytest.mark.parametrize("dst", LAYOUTS)
 def test_round_trips(src, dst, saved):

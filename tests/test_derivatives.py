@@ -218,6 +218,7 @@ def compare(kind, program, ranks, sbp):
         torch.testing.assert_close(value(kind(PROGRAMS[program], on.place(X), on)), expected)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("ranks, sbp", [LAYOUTS[0], *LAYOUTS[3:5], *(pytest.param(*one, marks=long) for one in (
     *LAYOUTS[1:3], LAYOUTS[5]))], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
@@ -226,6 +227,7 @@ def test_derivatives(kind, ranks, sbp):
         compare(KINDS[kind], program, ranks, sbp)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks, sbp", [pytest.param(*LAYOUTS[0], marks=long), LAYOUTS[4]], ids=str)
 @pytest.mark.parametrize("kind", WHOLE)
 def test_jacobians(kind, ranks, sbp):
@@ -265,6 +267,7 @@ def matrices(dtype):
             "numbers": torch.tensor([0, 3], dtype=dtype)[:, None, None], "inf": a * torch.inf}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("ranks, sbp", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
 def test_the_determinant_differentiated_twice(dtype, ranks, sbp):
@@ -483,6 +486,7 @@ def test_every_function_of_autograd_without_native_code():
     good([PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", test], environment(GLOBALTENSOR_NATIVE="0"))
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_parts_of_tensors_in_two_processes():
     assert good([*RUN, "-n", "2", FOLDER / "parts_twice.py"]).strip() == "as plain torch"

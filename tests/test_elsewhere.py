@@ -44,6 +44,7 @@ def test_the_first_program_prints_what_the_readme_says(platform, tmp_path):
     assert done.returncode == 0 and done.stdout == output.partition("```")[0], done.stdout + done.stderr
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("platform, words, code, text", [
     ("darwin", "ps", 1, "this system has no /proc"), ("win32", "ps", 1, "this system has no /proc"),
     ("win32", "stacks", 1, "this system has no /proc"),

@@ -59,6 +59,7 @@ if gt.rank() == 0:
     assert (code, out) == (0, "48.0\n"), err
 
 
+@pytest.mark.long
 def test_what_a_rank_forks_ends_as_any_process_and_is_no_rank(tmp_path):
     code, out, err = run_program(tmp_path, BEGIN + """    pass
 for code in (0, 3):
@@ -74,7 +75,7 @@ print(x.sum().item())
 
 
 @pytest.mark.parametrize("start, way", [
-    ("fork", "raise ValueError('mine')"), ("spawn", "sys.exit(3)"),
+    ("fork", "raise ValueError('mine')"), pytest.param("spawn", "sys.exit(3)", marks=pytest.mark.long),
     pytest.param("spawn", "raise ValueError('mine')", marks=pytest.mark.long),
     pytest.param("fork", "sys.exit(3)", marks=pytest.mark.long)])
 def test_a_rank_that_multiprocessing_starts_tells_how_it_failed(start, way, tmp_path):

@@ -240,6 +240,7 @@ def test_a_llama_is_fine_tuned_as_by_plain_torch(finetune_llama, grid, tmp_path)
         assert p.shape == q.shape and not p.equal(q)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_llama_is_fine_tuned_in_processes(finetune_llama):
     said = good([*RUN, "-n", 2, EXAMPLES / "finetune_llama.py", "--steps", 3, "--dp", 1])

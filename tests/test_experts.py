@@ -253,6 +253,7 @@ def trained(model, plain, where, axis, batch, plan=None):
         torch.testing.assert_close(p.full_tensor(), q, rtol=1e-3, atol=1e-4, msg=lambda m: f"{name}: {m}")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("hot", [False, True], ids=["", "hot"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_block_of_experts_trains_as_on_one_device(way, hot):
@@ -287,6 +288,7 @@ needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers")
                                         reason="transformers is not installed")
 
 
+@pytest.mark.sample(3)
 @needs_transformers
 @pytest.mark.parametrize("how", ["grouped_mm", "batched_mm", "eager"])
 @pytest.mark.parametrize("way", ["dp = ep, 2", "dp = ep, 4", "dp x ep, batch over both"])
@@ -369,8 +371,8 @@ def test_a_call_that_fails_leaves_nothing_behind():
 # ------------------------------------------------------------------------------------------------ real processes
 
 
-@pytest.mark.parametrize("native", [pytest.param("1", id="native"),
-                                    pytest.param("0", id="python", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("native", [pytest.param("1", id="native"), pytest.param("0", id="python")])
 def test_in_two_processes(native, tmp_path):
     good([*RUN, "-n", "2", PROGRAMS / "experts.py", tmp_path], environment(GLOBALTENSOR_NATIVE=native), timeout=180)
     lone = tmp_path / "lone"

@@ -307,6 +307,7 @@ def build():
 """
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("real_processes")
 def test_a_command_that_computes_works_in_a_process_of_its_own(tmp_path):
     import globaltensor as gt

@@ -34,7 +34,7 @@ def fuzz(seed: int, count: int, native: bool, folder: Path, timeout: float, proc
     return results[0]["refused"]
 
 
-@pytest.mark.parametrize("native, count", [(True, 100), (False, 20)])
+@pytest.mark.parametrize("native, count", [(True, 50), (False, 10)])
 def test_some_programs(native, count, tmp_path):
     refused = fuzz(SEED if native else SEED + 1000, count, native, tmp_path, 240)
     assert len(refused) <= 2, refused

@@ -144,6 +144,7 @@ def random_program(seed):
     return program
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 60))])
 def test_random_programs(seed):
     program = random_program(seed)

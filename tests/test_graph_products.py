@@ -85,6 +85,7 @@ def of_products_of_two_shapes(x, w, _, y, v):
     return (narrow + wide).to_global(sbp=B).square()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("program, products", [
     (boxed_product, [1]), (with_bias, [1]), (of_batches, [1]), (of_three_dims, [1]), (summed, [3]),
     (summed_in_three_dims, [2]), (wanted_elsewhere_too, [1]), (with_a_part_wanted_elsewhere, [1]), (weighted, []),

@@ -52,6 +52,7 @@ def panels(request, monkeypatch):
 SIZES = [(4, 3, 6, 8), (5, 2, 7, 3), (16, 1, 2, 12), (2, 3, 12, 2)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shape", GRIDS, ids=str)
 @pytest.mark.parametrize("b, t, k, n", SIZES)
 @pytest.mark.parametrize("how", ["linear", "linear without bias", "matmul", "two dims"])
@@ -258,6 +259,7 @@ def test_a_plan_along_four_axes():
         gt.Plan.of(Pair(4), ("a", "b", "c", "d"))
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_on_27_ranks():
     """What needs more ranks than the other tests have."""

@@ -147,6 +147,7 @@ def test_a_gpt_is_planned_and_simulated_on_groups(tmp_path, capsys):
     assert "it has 4" in capsys.readouterr().err
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name, fixed", [("chain", {"pp": 2, "schedule": "1f1b"}), ("gpt", {"pp": 2, "tp": 1}),
                                          ("chain", {"dp": 4}), ("chain", {"pp": 3})], ids=str)
 def test_a_plan_over_groups_gives_the_gradients_of_one_process(tmp_path, name, fixed):
@@ -170,6 +171,7 @@ MESHES = [("chain", [(2, 1, 1), (1, 2, 0)], "1f1b"), ("gpt", [(1, 2, 0), (2, 1, 
           ("chain", [(2, 1, 3), (4, 1, 1), (1, 1, 0)], "1f1b"), ("vision", [(1, 1, 0), (4, 1, 2)], "1f1b")]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name, meshes, schedule", MESHES, ids=str)
 def test_stages_with_meshes_of_their_own_give_the_gradients_of_one_process(name, meshes, schedule):
     """Each with dp, tp and a stage of ZeRO of its own: written by hand."""

@@ -354,6 +354,7 @@ def test_what_a_residual_network_moves():
 # ------------------------------------------------------------------------------------------------- real processes
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_in_real_processes(tmp_path):
     """The same values and the same bytes in one process, over shared memory, and over gloo."""

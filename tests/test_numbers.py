@@ -188,6 +188,7 @@ def foreach_values(func, number, numbers, tensors):
 SQUARES = ((4, 4), (3, 3))                           # of which products have the shape of sums
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sbp", LAYOUTS, ids=str)
 def test_every_foreach_op(sbp):
     generator = torch.Generator().manual_seed(SEED)

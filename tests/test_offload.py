@@ -48,6 +48,7 @@ def model(monkeypatch):
     return gt.parallelize(nn.Sequential(*layers), WHERE)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_numbers_are_the_same_and_no_state_is_resident(model, kind, stage, tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """torch's operator database, whole, beside plain torch: programs/op_database.py judges, this counts.
 
-`make test` runs a fixed tenth of the ops, with native code and without; `make test-all` all of them, with more samples.
-SEED turns which tenth it is, and which samples and layouts.
+`make test` runs a fixed twentieth of the ops, with native code; `make test-all` all of them, with more samples.
+SEED turns which twentieth it is, and which samples and layouts.
 """
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def total(result: dict, *kinds: str) -> int:
 
 
 @pytest.mark.parametrize("native", ["1", pytest.param("0", marks=pytest.mark.long)])
-def test_a_tenth(native):
-    result = judged(f"{SEED % 10}/10", 1, native, 280)
+def test_a_twentieth(native):
+    result = judged(f"{SEED % 20}/20", 1, native, 280)
     check(result)
-    assert result["entries"] >= 70 and total(result, "right") > 700
+    assert result["entries"] >= 35 and total(result, "right") > 350
 
 
 @pytest.mark.long

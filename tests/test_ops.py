@@ -499,6 +499,7 @@ def choices(name, axes, chooser):
     return first + [tuple(chooser.choice(w) for w in ways) for _ in range(max(int(DRAWS * draws), 1))]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", CASES)
 def test_op(name, place):

@@ -257,6 +257,7 @@ def copied(value, copy_of):
     return copy_of(value.detach().clone()) if isinstance(value, torch.Tensor) and value.dim() else value
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("op", WRITES_LISTS, ids=lambda op: op.name)
 def test_a_list_that_is_written_has_new_values_and_versions(op):
     """Versions are what ZeRO and autograd know of writes by."""

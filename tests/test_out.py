@@ -1,7 +1,7 @@
 """`out=`: what torch writes there, and what it refuses, by its operator database and by a table.
 
 Oracle: plain torch on the same arguments. Which dtypes an `out` may have is the kernel's own affair, so all are tried.
-`make test` tries a tenth of the entries; SEED turns which.
+`make test` tries a twentieth of the entries; SEED turns which.
 """
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def check(some):
     return sum(cases for cases, _ in counted)
 
 
-def test_a_tenth_of_the_operator_database():
-    assert check(entries()[SEED % 10::10]) > 300
+def test_a_twentieth_of_the_operator_database():
+    assert check(entries()[SEED % 20::20]) > 150
 
 
 @pytest.mark.long

@@ -135,6 +135,7 @@ def test_words_are_the_documented_function_of_the_index(shape: Shape, region: Re
 
 
 # ------------------------------------------------------------------ cuts
+@pytest.mark.sample(4)
 @every_sampler
 @pytest.mark.parametrize("n", [1, 3, 8, 17, 31, 33, 64, 129])
 def test_every_cut_of_a_vector(sample: Sample, n: int) -> None:
@@ -156,6 +157,7 @@ def test_many_cuts_of_a_long_vector(sample: Sample) -> None:
             expect_equal(sample(KEY, (n,), ((start, start + width),)), expected[start : start + width], (start, width))
 
 
+@pytest.mark.sample(3)
 @every_sampler
 @pytest.mark.parametrize("shape", [(5, 7), (6, 8), (3, 1, 5), (2, 3, 4, 5), (1, 1), (4, 4, 4), (33, 17)])
 def test_splits_over_every_dim(sample: Sample, shape: Shape) -> None:

@@ -58,6 +58,7 @@ def test_a_part_without_elements_beside_one_with_some(shape):
             torch.testing.assert_close(spread.grad.full_tensor(), plain.grad)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", INDICES)
 @pytest.mark.parametrize("name", PICKS)
 def test_their_gradients(name, how):

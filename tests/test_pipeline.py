@@ -71,6 +71,7 @@ def blocks(n, width=6, dropout=0.25):
 # -------------------------------------------------------------------------------------------------- the same gradients
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("m", [1, 3, 4, 8])
 @pytest.mark.parametrize("p", [2, 4])
@@ -512,6 +513,7 @@ def grid(dp, tp, pp, start=0):
     return [gt.placement("cpu", stage.tolist(), ("dp", "tp")) for stage in ranks]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dp, tp, pp, name", [(2, 1, 2, "1f1b"), (1, 2, 2, "interleaved"), (2, 2, 2, "1f1b"),

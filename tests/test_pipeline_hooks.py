@@ -156,6 +156,7 @@ def seeded():
     torch.manual_seed(SEED)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("hooks", HOOKS)
 @pytest.mark.parametrize("name, early", [*((name, False) for name in CHUNKS), ("1f1b", True), ("zb-v", True)])
 def test_hooks_see_what_those_of_plain_torch_see(name, hooks, early):
@@ -175,6 +176,7 @@ def test_hooks_see_what_those_of_plain_torch_see(name, hooks, early):
 READ_OTHERS = of_one_tensor, behind_modules, of_every_module
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name, zero, recompute, hooks", [
     (name, zero, recompute, hooks)
     for name, zero, recompute in [("gpipe", 0, False), ("gpipe", 2, True), ("1f1b", 0, True), ("zb-h1", 0, False),
@@ -195,6 +197,7 @@ def test_hooks_of_stages_on_several_ranks(name, hooks, zero, recompute):
     same(stages, plain, log, want)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_processes_with_hooks():
     """Also of stages that other processes run it is known which parameters have gradients."""

@@ -224,6 +224,7 @@ def test_a_strategy_is_its_file(tmp_path):
     assert 0 <= one["gap"] < 1 and one["lower_bound"] <= one["step_time"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("schedule", GENERATORS)
 def test_what_is_planned_passes_its_own_check(schedule):
     one = strategy(pp=2, layers=8, schedule=schedule, chunks=None if GENERATORS[schedule][1] else 2)
@@ -347,6 +348,7 @@ def one_step(one, change=lambda model: None):
     return model, runner
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("devices, fixed", PLANS, ids=lambda value: str(value).replace("'", ""))
 def test_a_plan_that_is_run_gives_the_gradients_of_one_process(devices, fixed):
     one = strategy(devices, 8, 4, micro_batch=2 if fixed.get("dp") else 4, **fixed)
@@ -591,6 +593,7 @@ def test_bytes_of_a_device(capsys, text, value):
     assert (one["memory"]["device"] if code == 0 else one["device"]) == value
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("words, told", [
     ("", "plan what?"), ("--model gpt --evaluate x.csv", "--model and --evaluate are one too many"),
     ("--program a.py:f --evaluate x.csv", "--program and --evaluate are one too many"),

@@ -186,6 +186,7 @@ def compare(name: str, dtype: torch.dtype) -> None:
             same(got, expected, f"{name}, {n} ranks, {size} {dtype} in {place}, {op}")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 4))])
 @pytest.mark.parametrize("collective", REDUCING + MOVING, ids=lambda f: f.__name__)
 def test_every_collective_means_what_it_says(ranks, collective, size):

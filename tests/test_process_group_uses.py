@@ -126,6 +126,7 @@ def threads():
         assert policies and set(policies) == {os.SCHED_BATCH}, policies
 
 
+@pytest.mark.sample(2)
 @built
 @pytest.mark.parametrize("use", [unusual_reductions, strided, works_and_objects, point_to_point, threads])
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
@@ -297,6 +298,7 @@ def test_control_c_ends_a_wait_and_tells_the_others(fresh):
     assert all("DistBackendError" in text for text in ranks.answers())
 
 
+@pytest.mark.sample(2)
 @built
 @pytest.mark.parametrize("own", [None, 1])
 def test_waiting_has_an_end(fresh, own):

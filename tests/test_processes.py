@@ -133,8 +133,9 @@ def test_two_hosts_with_a_network_each(alone, tmp_path):
     check(tmp_path, 4, alone, same_plans=False)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="a pid namespace takes unshare")
-@pytest.mark.parametrize("said", ["", pytest.param("2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("said", ["", "2"])
 def test_two_pods_of_which_no_launcher_says_that_they_are_two(said, alone, tmp_path):
     """Kubeflow's PyTorchJob sets four variables. Where LOCAL_WORLD_SIZE says that both pods are one host, both end."""
     with network() as (names, addresses):
@@ -159,6 +160,7 @@ def test_a_limit_on_the_address_space(spare, said):
     assert said in err, err
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch_ext is None, reason="the native code is not built")
 def test_a_limit_on_the_size_of_files():
     """It counts for memory as well; what is to be typed works."""
@@ -437,6 +439,7 @@ def test_a_rank_without_native_code_works_with_others(program, tmp_path):
     good([*RUN, "-n", "2", PROGRAMS / "mixed_native.py", PROGRAMS / program, tmp_path])
 
 
+@pytest.mark.long
 def test_a_program_is_its_own_main_with_its_own_arguments():
     env = environment()
     del env["OMP_NUM_THREADS"]

@@ -59,6 +59,7 @@ def trained(model, x, y, how, zero=0, steps=2):
     return told
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("axes, sequence, zero, how", list(products()), ids=str)
 def test_a_product_is_one_device(axes, sequence, zero, how):
     where = place(torch.arange(2 ** len(axes)).view([2] * len(axes)).tolist(), axes)

@@ -116,6 +116,7 @@ PROGRAMS = {**FILLS, **MAKERS}
 every_program = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 
 
+@pytest.mark.sample(4)
 @every_program
 def test_every_layout(program):
     check(lambda place, sbp: program(empty((7, 5), place, sbp, F32)), 2)
@@ -129,6 +130,7 @@ def test_samples_of_distributions(sample):
     check(lambda place, sbp: sample(empty((7, 5), place, sbp, F32)), 2)
 
 
+@pytest.mark.sample(3)
 @every_program
 @pytest.mark.parametrize("dtype", [F64, BF16, F16], ids=str)
 def test_every_dtype(program, dtype):

@@ -40,6 +40,7 @@ def programs() -> dict[str, tuple[str, str]]:
 PROGRAMS = programs()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_print_what_the_page_says(name, tmp_path):
     code, output = PROGRAMS[name]
@@ -51,7 +52,8 @@ def test_programs_print_what_the_page_says(name, tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("launcher", [["globaltensor", "run", "-n"], ["torchrun", "--nproc-per-node"]],
+@pytest.mark.parametrize("launcher", [
+    ["globaltensor", "run", "-n"], pytest.param(["torchrun", "--nproc-per-node"], marks=pytest.mark.long)],
                          ids=lambda words: words[0])
 def test_the_first_program_runs_with_either_launcher(launcher, tmp_path):
     code, output = PROGRAMS["README 0"]

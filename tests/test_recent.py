@@ -48,6 +48,7 @@ SIZES = {"alike": [100_000] * 1500, "one large": [100, 100, 100, 2_000_000] * 20
          "shrinking": range(900_000, 0, -900)}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("kind", ["remembered", "Recent"])
 def test_entries_of_any_sizes_stay_below_the_limit(small, kind, sizes):

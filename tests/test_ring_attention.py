@@ -404,6 +404,7 @@ def test_dropout_draws_as_without_turns():
 # ----------------------------------------------------------------------------------------------------------- processes
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_processes_see_what_one_process_sees(tmp_path):
     """Over shared memory, and over gloo without native code."""

@@ -158,6 +158,7 @@ def same(func, call, operands, want):
                                        msg=lambda m, g=g: f"{what} -> {g.spec}\n{m}")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("func", PROVED, ids=name_of)
 def test_dispatch(func):
     """Every line as dispatch runs it, in layouts drawn at random: boxing, local arguments, decompositions, and all."""

@@ -70,6 +70,7 @@ def peaks(name, p, m, v, r, share):
     return None
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", GENERATORS)
 def test_every_generator_is_legal_and_meets_its_formulas_exactly(name):
     chance = random.Random(SEED)
@@ -101,6 +102,7 @@ def test_the_formulas_of_the_papers_as_they_print_them():
     assert run.span - m * 3 == Fraction((p - 1) * 3, v)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", GENERATORS)
 def test_gradients_handed_on_early_take_weights_out_of_the_last_chain(name):
     def order(row):

@@ -101,6 +101,7 @@ def test_rows_at_the_seams(name, rows, ranks):
                                       for k in (0, 1))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("grid", [[0, 1, 2], [2, 0, 3, 1], [[0, 1], [2, 3]], [[3, 1], [0, 2]]], ids=str)
 @pytest.mark.parametrize("name", [*PROGRAMS, *OTHERS])
 def test_values(name, grid):

@@ -53,6 +53,7 @@ def siblings(func, args, kwargs):
     return siblings_of(decision, call, lambda: contest_of(GlobalTensor, call)) if isinstance(decision, Recipe) else None
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("func", REGARDLESS, ids=name_of)
 def test_a_sibling_is_what_is_decided_anew(func, arrivals):
     generator = torch.Generator().manual_seed(SEED % 2**31)

@@ -93,6 +93,7 @@ print(annotated.__annotations__, annotated.__code__.co_filename)
 """
 
 
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("real_processes")           # pytest --forks runs files alone
 @pytest.mark.parametrize("method, form, safe_path", [
     ("fork", "file", ""), pytest.param("fork", "file", "1", marks=pytest.mark.long), *(
@@ -143,6 +144,7 @@ def test_what_a_rank_has_forked_is_told_that_it_is_no_rank():
     assert out.count("why:   the rank alone is connected to the others") == 2 and "first error" not in out, out
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_launcher_whose_parent_ignores_that_children_end_hears_how_ranks_do(method, tmp_path):
     """What ignores SIGCHLD hands that on, and then Linux keeps no exit codes."""
@@ -152,6 +154,7 @@ def test_a_launcher_whose_parent_ignores_that_children_end_hears_how_ranks_do(me
     assert code == 3 and "failed: exit code 3" in err, err
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("closed, method", [("<&- >&- 2>&-", "alone"), ("<&- >&- 2>&-", "fork"), (">&-", "spawn"), *(
     pytest.param(*one, marks=pytest.mark.long) for one in (
         (">&-", "alone"), (">&-", "fork"), ("2>&-", "alone"), ("2>&-", "fork"), ("2>&-", "spawn"),

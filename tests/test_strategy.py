@@ -161,6 +161,7 @@ RUNS = [("chain", 1, {}), ("chain", 2, {"dp": 2, "zero": 3}), ("chain", 4, {"dp"
         ("unused", 2, {"pp": 2, "schedule": "1f1b"}), *[(kind, 2, {"dp": 2}) for kind in ("RNN", "LSTM", "GRU")]]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name, devices, fixed", RUNS, ids=str)
 def test_what_is_planned_runs_and_gives_the_gradients_of_one_process(name, devices, fixed):
     build, data, loss = MODELS[name]
@@ -197,6 +198,7 @@ def check_gradients(strategy, model, plain, loss, inputs, targets):
         torch.testing.assert_close(p.full_tensor(), q)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name, devices, fixed", [
     ("gpt", 2, {"tp": 2, "sp": False}), ("gpt", 2, {"tp": 2, "sp": True}), ("gpt", 2, {"dp": 2, "zero": 0}),
     ("gpt", 4, {"dp": 2, "tp": 2, "zero": 1}), ("chain", 2, {"dp": 2, "zero": 1}), ("vision", 2, {"dp": 2, "zero": 0}),

@@ -11,6 +11,7 @@ CASES = ("a view", "a view of a view", "results of one call", "a write elsewhere
          "one backward each", "micro-batches", "read by another", "models", "specs at new sizes")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("native", ["1", "0"] if torch_ext is not None else ["0"])
 @pytest.mark.parametrize("case", CASES)
 def test_threads(case, native):

@@ -98,6 +98,7 @@ def session(leader: int) -> list[int]:
     return members
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_values(build, kind, ranks):
@@ -109,7 +110,8 @@ def test_threads_have_no_data_race(build, ranks):
     run(build("transport_values", "tsan"), "threads", ranks, SEED, 80)
 
 
-@pytest.mark.parametrize("kind, ranks", [pytest.param("threads", 3, marks=pytest.mark.long), ("processes", 4)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind, ranks", [("threads", 3), ("processes", 4)])
 def test_no_undefined_behaviour(build, kind, ranks):
     run(build("transport_values", "asan"), kind, ranks, SEED, 80)
 
@@ -127,6 +129,7 @@ MISHAPS = ["agreement", "site", "order", "crossed", "finished", "raised", "early
            "reports", "forked", "ahead"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", MISHAPS)
 def test_mishap(build, case):
     run(build("transport_failures"), case)
@@ -148,6 +151,7 @@ def test_a_stopped_rank_is_noticed_by_all(build, times):
     run(build("transport_failures"), "stop", SEED, times, limit=250)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_messages(build, kind, ranks):
@@ -191,6 +195,7 @@ def test_a_killed_rank_is_noticed_by_all_that_wait_for_messages(build, flavour, 
     run(build("transport_messages", flavour), "killed", "processes", 4, SEED, times, limit=120)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", ["absent", "late", "wrong", "strangers", "again", "outlives", "shared", "many"])
 def test_meeting(build, case):
     run(build("transport_handshake"), case)
