@@ -1,7 +1,8 @@
 # `make train` and `make test` set themselves up: they need python3 (3.11 or newer), pip and gcc, nothing else.
 
 PYTHON = python3
-PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
+# Bytecode is written: each of a thousand processes would compile the package anew.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 PIP = .venv/bin/python -m pip --disable-pip-version-check
 CPU_BUILDS = https://download.pytorch.org/whl/cpu
 

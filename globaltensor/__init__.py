@@ -202,7 +202,8 @@ else:
             return getattr(torch, name)
         as_printed = {"S": "sbp.split", "B": "sbp.broadcast", "P": "sbp.partial_sum"}       # as layouts print
         near = [as_printed[name]] if name in as_printed else (       # ours first
-            _difflib.get_close_matches(name, FACE, 1) or _difflib.get_close_matches(name, __dir__(), 1))
+            _difflib.get_close_matches(name, FACE, 1) or _difflib.get_close_matches(name, __dir__(), 1)
+            if not name.startswith("_") else [])     # tools ask every module for such names; nobody mistypes one
         raise AttributeError(f"module 'globaltensor' has no attribute {name!r}" +
                              (f"; did you mean {near[0]!r}?" if near else ""), name=name)
 
