@@ -4,20 +4,25 @@ from __future__ import annotations
 import itertools
 import random
 import runpy
-from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import PROGRAMS, RUN, good, results
+from harness import PROGRAMS, PYTHON, RUN, good, results
 from shards import B, P, fulls, gather, lay, place
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.utils._pytree import tree_flatten
 
 import globaltensor as gt
 from globaltensor.checkpoint import dcp as ours
-from globaltensor.errors import SbpError
 from globaltensor.layouts.regions import volume
 from globaltensor.layouts.sbp import split as S
 
@@ -225,19 +230,110 @@ def test_modules_and_optimizers(tmp_path):
         assert b["optimizer"].state[q]["exp_avg"].sbp == q.sbp
 
 
-@pytest.mark.parametrize("get", [get_optimizer_state_dict, get_state_dict])
+def by_name(stage, dtype, ranks, kind=torch.optim.AdamW, seed=1):
+    """A model and its optimizer, under ZeRO or not; plain without ranks."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(dtype)
+    if ranks:
+        gt.parallelize(model, place(list(range(ranks)), ("dp",)))
+    optimizer = kind(model.parameters(), lr=0.1)
+    return model, gt.zero(optimizer, stage=stage) if stage else optimizer
+
+
+def stepped(model, optimizer, times=1):
+    weight = next(model.parameters())
+    x = torch.arange(24.0).view(6, 4).to(weight.dtype) / 24
+    for _ in range(times):
+        model(gt.from_full(x, weight.placement, S(0)) if weight.is_global else x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def whole(value):
+    """The same state of plain tensors, of float32, and of memory of its own."""
+    if isinstance(value, dict):
+        return {key: whole(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [whole(one) for one in value]
+    return (value.full_tensor() if value.is_global else value.clone()).float() if torch.is_tensor(value) else value
+
+
+def assert_same(a, b, **near):
+    """The same structure and plain values, and tensors that are as near."""
+    (xs, form), (ys, other) = tree_flatten(a), tree_flatten(b)
+    assert form == other
+    for x, y in zip(xs, ys):
+        if torch.is_tensor(x):
+            torch.testing.assert_close(x, y, **near)
+        else:
+            assert x == y
+
+
+def momentum(parameters, lr):
+    return torch.optim.SGD(parameters, lr, momentum=0.9)
+
+
+@pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_state_by_names_of_parameters(stage, dtype, get):
-    """torch knows a parameter by what the optimizer steps, which under ZeRO may be a part of it."""
-    model = gt.parallelize(nn.Linear(4, 4).to(dtype), place([0, 1], ("dp",)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    if stage:
-        gt.zero(optimizer, stage=stage)
-    with nullcontext() if stage == 0 or (stage, dtype) == (3, torch.float32) else pytest.raises(
-            SbpError, match=r"(?s)of an optimizer under gt.zero.*optimizer.state_dict\(\)"):
-        get(model, optimizer)
-    assert len(optimizer.state_dict()["state"]) == 2
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, momentum])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_state_by_names_of_parameters(stage, kind, dtype, flat):
+    """torch knows a parameter by what the optimizer steps, which under ZeRO may be a part of it. The state is that of
+    plain torch, and goes on in any other layout, stage and number of ranks as in its own."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    saved = whole(get_state_dict(*stepped(*by_name(stage, dtype, 2, kind)), options=options)[1])
+    plain = whole(get_optimizer_state_dict(*stepped(*by_name(0, torch.float32, 0, kind)), options=options))
+    near = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+    if flat:
+        masters = {name for name in saved if name.endswith(".master")}
+        kept = {name: t for name, t in saved.items() if name not in masters}
+    else:
+        masters = {name for name, one in saved["state"].items() if "master" in one}
+        kept = {**saved, "state": {name: rest for name, one in saved["state"].items()
+                                   if (rest := {key: t for key, t in one.items() if key != "master"})}}
+    assert len(masters) == (0 if dtype == torch.float32 else 4)
+    assert_same(kept, plain, **near)
+    model, _ = stepped(*by_name(stage, dtype, 2, kind))
+    weights = whole(model.state_dict())
+    expected = whole(stepped(*by_name(stage, dtype, 2, kind), 3)[0].state_dict())
+    for other, ranks in [(0, 0), (0, 3), (1, 3), (2, 2), (3, 3)]:
+        model, optimizer = by_name(other, dtype, ranks, kind, seed=2)
+        set_state_dict(model, optimizer, model_state_dict=whole(weights), optim_state_dict=whole(saved),
+                       options=options)
+        again = whole(get_optimizer_state_dict(model, optimizer, options=options))
+        if other or dtype == torch.float32:
+            assert_same(again, saved, **near)
+        stepped(model, optimizer, 2)
+        torch.testing.assert_close(whole(model.state_dict()), expected, **near)
+
+
+def test_a_state_by_names_of_global_tensors(tmp_path):
+    """What one layout gives, as it is and by way of a checkpoint, another takes; and a group of one parameter."""
+    model, optimizer = stepped(*by_name(1, torch.float32, 2))
+    saved = whole(get_optimizer_state_dict(model, optimizer))
+    dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=tmp_path)
+    others = by_name(3, torch.float32, 3)
+    set_optimizer_state_dict(*others, get_optimizer_state_dict(model, optimizer))
+    assert_same(whole(get_optimizer_state_dict(*others)), saved)
+    others = by_name(2, torch.float32, 3)
+    into = get_optimizer_state_dict(*others)
+    dcp.load(into, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(*others, into)
+    assert_same(whole(get_optimizer_state_dict(*others)), saved)
+    head = gt.zero(torch.optim.AdamW([model[1].weight], lr=0.1))
+    assert list(get_optimizer_state_dict(model, head)["state"]) == ["1.weight"]
+
+
+def test_torch_by_name_may_be_imported_after_zero():
+    good([PYTHON, "-c", """
+import torch, globaltensor as gt, sys
+model = gt.parallelize(torch.nn.Linear(4, 4), gt.placement("cpu", [0, 1], axis_names=("dp",)))
+optimizer = gt.zero(torch.optim.AdamW(model.parameters()))
+assert "torch.distributed.checkpoint.state_dict" not in sys.modules, "it takes seconds"
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+assert list(get_optimizer_state_dict(model, optimizer)["state"]) == ["weight", "bias"]
+"""])
 
 
 def test_a_copy_is_saved_in_the_background(tmp_path):

@@ -22,8 +22,6 @@ import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, KeysView, Sequence
-from itertools import islice
-from traceback import walk_stack
 from typing import Any, TypeVar
 
 import torch
@@ -36,13 +34,12 @@ from globaltensor.layouts.sbp import split
 from globaltensor.parallel.master_params import MasterParams
 from globaltensor.parallel.offload import check_offload, folder_of, offload_state
 from globaltensor.parallel.optimizer_state import globalize_state, lay_like, split_state
+from globaltensor.parallel.state_by_name import know_parameters_by_name
 from globaltensor.parallel.zero3 import ShardedLayers
 from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.tensors import gradients
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tracebacks import api_boundary
-
-_BY_NAME = "torch.distributed.checkpoint.state_dict"
 
 O = TypeVar("O", bound=torch.optim.Optimizer)
 
@@ -155,12 +152,12 @@ def _split_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, A
 
 def _register_zero_hooks(optimizer: torch.optim.Optimizer, pairs: MasterParams) -> None:
     pairs.watch()
+    know_parameters_by_name()
     _give_state_by_parameter(optimizer)
     optimizer.register_load_state_dict_post_hook(api_boundary(globalize_state))
     optimizer.register_load_state_dict_post_hook(_give_state_by_parameter)
     optimizer.register_step_pre_hook(_take_state)
     optimizer.register_state_dict_pre_hook(_take_state)
-    optimizer.register_state_dict_pre_hook(api_boundary(_refuse_names))
     optimizer.register_step_pre_hook(api_boundary(lambda optimizer, *_: pairs.before_step(optimizer)))
     optimizer.register_step_post_hook(api_boundary(lambda optimizer, *_: pairs.gather(optimizer)))
     optimizer.register_state_dict_post_hook(api_boundary(lambda optimizer, state: state.update(
@@ -233,17 +230,6 @@ def _take_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _give_state_by_parameter(optimizer)
     state: Any = optimizer.state
     state.split_whole()
-
-
-def _refuse_names(optimizer: torch.optim.Optimizer) -> None:
-    """Raise SbpError where torch.distributed.checkpoint.state_dict, a frame above `state_dict`, asks for the state by
-    names of parameters, which it would look for among the parts."""
-    callers = (frame.f_globals.get("__name__") for frame, _ in islice(walk_stack(None), 6))
-    stepped = [t for group in optimizer.param_groups for t in group["params"]]
-    if _BY_NAME in callers and not all(gradients.part_of(t) is None for t in stepped):
-        raise SbpError(f"{_BY_NAME} of an optimizer under gt.zero", "it looks for the names of what the optimizer "
-                       "steps among the model's parameters, and the optimizer steps parts of them",
-                       'optimizer.state_dict(); or gt.save({"model": model, "optimizer": optimizer}, folder)')
 
 
 def _zero_layout(p: torch.Tensor, axis: str) -> Layout | None:
