@@ -95,6 +95,37 @@ def test_round_trips(src, dst, saved):
         assert bits(into[name]) == bits(t), f"{name}: {src} -> {dst}"
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_are_cast_as_torch_casts_them(layout, tmp_path):
+    """From every dtype of the format to every one that holds its kind of numbers; other casts are refused."""
+    values = torch.tensor([0.0, 1.0, 3.0, 2.5, 100.0, 0.1]).repeat(7).view(6, 7)
+    dtypes = {str(dtype): dtype for dtype in manifest.DTYPES.values()}
+    made = {name: values.to(dtype) for name, dtype in dtypes.items()}
+    save({name: lay(t, LAYOUTS[layout]) for name, t in made.items()}, tmp_path)
+    for dtype in dtypes.values():
+        fitting = [name for name, t in made.items() if torch.can_cast(t.dtype, dtype)]
+        into = {name: lay(torch.zeros(6, 7, dtype=dtype), LAYOUTS["S(1) of 4, mixed"]) for name in fitting}
+        load(into, tmp_path)
+        for name in fitting:
+            assert bits(into[name]) == bits(made[name].to(dtype)), f"{name} to {dtype}"
+        for name in made.keys() - set(fitting):
+            with pytest.raises(CheckpointError, match=f"'{name}' is {dtype} in the state, {name} in the checkpoint"):
+                load({name: torch.zeros(6, 7, dtype=dtype)}, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_model_and_its_optimizer_of_another_dtype(dtype, tmp_path):
+    state, own, theirs = small(), small(1), small(1)
+    save(state, tmp_path)
+    for one in (own, theirs):
+        one["model"].to(dtype)
+    load(own, tmp_path)
+    for key in ("model", "optimizer"):
+        theirs[key].load_state_dict(copy.deepcopy(state[key].state_dict()))
+    assert model_bits(own["model"]) == model_bits(theirs["model"])
+    assert optimizer_bits(own["optimizer"]) == optimizer_bits(theirs["optimizer"])
+
+
 def test_every_dtype_of_the_format(tmp_path):
     generator = torch.Generator().manual_seed(3)
     made = {}
@@ -659,7 +690,8 @@ EVIL = [
     (put(["tensors", "model/weight", "shape"], [5, 6.0]), "not a size"),
     (put(["tensors", "model/weight", "shape"], [2**61, 2**61]), "do not tile"),
     (put(["tensors", "model/weight", "dtype"], "os.system"), "unknown dtype"),
-    (put(["tensors", "model/weight", "dtype"], "int32"), "is torch.float32 in the state, torch.int32"),
+    (put(["tensors", "model/weight", "dtype"], "int32"), "in the file it is [2, 6] torch.float32, not torch.int32"),
+    (put(["tensors", "model/weight", "dtype"], "complex64"), "is torch.float32 in the state, torch.complex64"),
     (put(["tensors", "model/weight", "global"], 1), "not a bool"),
     (put(["tensors", "model/weight"], None), "not a str"),
     (put(["tensors", "more"], {"dtype": "bool", "shape": [0], "global": True, "pieces": []}), "not used in its state"),
@@ -731,9 +763,9 @@ def changed(**more):
     (lambda: {"modle": small(1)["model"]}, "try:   the key 'model' in place of 'modle'"),
     (lambda: {"step": 1, "extra": None}, "the state has a value 'extra'"),
     (lambda: changed(model=nn.Linear(6, 4)), "'model/weight' is [4, 6] in the state, [5, 6] in the checkpoint"),
-    (lambda: changed(model=nn.Linear(6, 5).double()), "model.to(torch.float32) before it is loaded, and "
-     "model.to(torch.float64) behind that"),
-    (lambda: changed(model={"weight": torch.ones(5, 6).double(), "bias": torch.ones(5)}), "x.to(torch.float32) before"),
+    (lambda: changed(model=nn.ParameterDict({"weight": nn.Parameter(torch.ones(5, 6).long(), False), "bias": torch.ones(
+        5)})), "model.to(torch.float32) before it is loaded, and model.to(torch.int64) behind that"),
+    (lambda: changed(model={"weight": torch.ones(5, 6).long(), "bias": torch.ones(5)}), "x.to(torch.float32) before"),
     (lambda: changed(model=nn.Linear(6, 5, bias=False)), "has a tensor 'model/bias', the state does not"),
     (lambda: changed(step=torch.ones(1)), "the state has a tensor 'step'"),
     (lambda: changed(optimizer=torch.optim.AdamW(nn.Linear(6, 4).parameters())), "its parameter [4, 6]"),

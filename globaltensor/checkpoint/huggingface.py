@@ -114,7 +114,7 @@ def _check_folder(module: nn.Module, folder: Path) -> _CheckedFolder:
     check_names([name for name, t in own.items() if name in both or id(t) not in named], both, f"the folder {folder}",
                 fix=fix_of_transformers(module) if is_of_transformers(module) else "")
     for name, entry in both.items():
-        check_fit(entry, own[name], dtype=False)
+        check_fit(entry, own[name], kind=False)
     for entry, piece, _ in needed({name: own[name] for name in entries}, entries):
         files.find(entry, piece)                     # raises where the piece is not there
     _check_tied_weights(files, entries, own)

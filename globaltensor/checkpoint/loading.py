@@ -35,7 +35,6 @@ from globaltensor.checkpoint.pieces import (
 from globaltensor.checkpoint.remote import Folder, folder_at
 from globaltensor.checkpoint.tree import FlatState, decode, flatten, is_object, join_path
 from globaltensor.errors import closest, compiled_fix, counted
-from globaltensor.runtime.dtypes import accumulation_dtype
 from globaltensor.runtime.torch_internals import has_internal_overlap
 from globaltensor.tensors.global_tensor import GlobalTensor
 
@@ -62,8 +61,9 @@ def load_folder(state: Any, directory: str | os.PathLike[str]) -> Any:
     directory  as it was passed to `save`, or one version in it, such as run/checkpoint/step-00000003
 
     Returns a state of the same structure, with these same tensors and objects, and the plain values that were saved.
-    A tensor's dtype, shape and name must be as saved. Raises CheckpointError, on every process and before anything is
-    changed, where something is missing, damaged, or does not fit; it names the piece and the rank that needs it.
+    A tensor's shape and name must be as saved; values are cast to its dtype, as by torch's load_state_dict. Raises
+    CheckpointError, on every process and before anything is changed, where something is missing, damaged, or does not
+    fit, such as complex numbers for real ones; it names the piece and the rank that needs it.
     """
     return load_version(state, folder_at(directory), part=True)[0]
 
@@ -169,14 +169,15 @@ def check_names(own: Iterable[str], saved: Iterable[str], what: str, kind: str =
                                   or "the same structure and the same model as when it was saved")
 
 
-def check_fit(entry: Entry, t: torch.Tensor, dtype: bool = True) -> None:
-    """Check that a tensor has the shape, and the dtype, that was saved, and can be written to."""
+def check_fit(entry: Entry, t: torch.Tensor, kind: bool = True) -> None:
+    """Check that a tensor has the shape that was saved, and a dtype of its kind or a wider one, and can be written to.
+    """
     if tuple(t.shape) != entry.shape:
         raise CheckpointError(f"{entry.name!r} is {list(t.shape)} in the state, {list(entry.shape)} in the checkpoint",
                               "a checkpoint is loaded into tensors of the same shapes", "the model that was saved")
-    if dtype and t.dtype != entry.dtype:
+    if kind and not torch.can_cast(entry.dtype, t.dtype):
         raise CheckpointError(f"{entry.name!r} is {t.dtype} in the state, {entry.dtype} in the checkpoint",
-                              "values are loaded bit for bit, never rounded",
+                              "values are cast to more or fewer digits, not to a kind that cannot hold them",
                               f"model.to({entry.dtype}) before it is loaded, and model.to({t.dtype}) behind that"
                               if isinstance(t, nn.Parameter) else f"x.to({entry.dtype}) before loading")
     check_loadable(t, f"{entry.name!r} of the state")
@@ -257,7 +258,7 @@ def _new_tensors(manifest: Manifest, flat: FlatState) -> dict[str, torch.Tensor]
         if _takes_any(name, path, owner):
             new[name] = _tensor_for(entry, own, owner)
         elif own is not None:
-            check_fit(entry, own, dtype=not (isinstance(owner, torch.optim.Optimizer) and _is_cast(entry, own)))
+            check_fit(entry, own)
             new[name] = empty_copy(own, entry.dtype)
         elif isinstance(owner, torch.optim.Optimizer):
             param = _param(name[len(path) + 1 if path else 0:], owner)
@@ -288,12 +289,6 @@ def _tensor_for(entry: Entry, own: torch.Tensor | None, owner: Any) -> torch.Ten
                               "how it is to be laid out is not known",
                               "the object as it is when it has its tensors, after a step of it")
     return torch.empty(entry.shape, dtype=entry.dtype, device="cpu" if own is None else own.device)
-
-
-def _is_cast(entry: Entry, own: torch.Tensor) -> bool:
-    """Is this state of a parameter of 16 bits, as a master weight of it has it or as it has it itself? An optimizer
-    casts what it loads; which of the two it steps depends on `gt.zero` and on the parameter's layout."""
-    return accumulation_dtype(entry.dtype) == accumulation_dtype(own.dtype)
 
 
 def _like_param(entry: Entry, param: torch.Tensor) -> bool:

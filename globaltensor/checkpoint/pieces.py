@@ -278,7 +278,7 @@ def _whole_pieces(entry: Entry, t: torch.Tensor) -> Iterator[tuple[SavedPiece, t
     for part in local_parts(t):
         for piece, common in overlaps(entry, part.region) if part.counts else ():
             into = part.data[slices(common, part.region)]
-            if common == piece.region and is_plain_memory(into):
+            if common == piece.region and into.dtype == entry.dtype and is_plain_memory(into):
                 yield piece, into
 
 
