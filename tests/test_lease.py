@@ -106,6 +106,29 @@ for n in range(int(sys.argv[2])):
 """
 
 
+@pytest.mark.parametrize("kept, values", [
+    (True, None), (True, {"host": "elsewhere", "age": 2 * lease.STALE}), (False, {"pid": ended()}),
+    (False, {"began": 1})])
+def test_the_next_save_removes_what_a_process_that_was_killed_has_left(kept, values, tmp_path):
+    """At once, however new it is; of another host, and without a lease, when it is old."""
+    path = temporary(tmp_path, **(values or {}))
+    if values is None:
+        (path / lease.LEASE).unlink()
+    hidden = path.rename(tmp_path / f".{path.name}") if values == {"began": 1} else path       # before its first name
+    gt.save(STATE, tmp_path)
+    assert hidden.exists() is kept
+
+
+def test_a_kill_in_the_midst_of_a_save_leaves_nothing_for_the_one_after_the_next_start(tmp_path):
+    code = SAVES.replace("import sys,", "import os, signal, sys,").replace(
+        "for n in", "from globaltensor.checkpoint import folders\n"
+        "folders.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\nfor n in")
+    assert Started([PYTHON, "-c", code, tmp_path, 1, 1]).end()[0] == -signal.SIGKILL
+    assert [path.name[:17] for path in tmp_path.iterdir()] == ["step-00000001.tmp"]
+    gt.save(STATE, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
 @pytest.mark.parametrize("count", [6, pytest.param(60, marks=pytest.mark.long)])
 @pytest.mark.filterwarnings("ignore:process")
 def test_two_jobs_save_into_one_folder(count, tmp_path):

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from globaltensor.checkpoint.files import read_regular, remove, sync, temporary_name, write_atomically
-from globaltensor.checkpoint.lease import LEASE, Lease, is_new, writer
+from globaltensor.checkpoint.lease import LEASE, Lease, is_new, is_orphan, writer
 from globaltensor.checkpoint.manifest import CheckpointError
 from globaltensor.checkpoint.remote import Folder, RemotePath
 from globaltensor.errors import warn
@@ -84,7 +84,7 @@ def _other_writer(directory: Folder, own: Folder | None = None) -> str:
     for path in paths:
         if _is_unfinished(path) and path != own:
             others.append(writer(path))
-            if not others[-1] and not is_new(path):
+            if not others[-1] and (is_orphan(path) or not is_new(path)):
                 remove(path)
     return next(filter(None, others), "")
 

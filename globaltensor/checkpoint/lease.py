@@ -62,14 +62,27 @@ def lease_text() -> bytes:
 
 def writer(path: Folder) -> str:
     """Who writes into this folder, in a few words; "" for nobody."""
+    if (lease := _read_lease(path)) is None:
+        return ""
+    process, age, name = lease
+    live = process_state(process) != ENDED if process.here else age < STALE
+    return f"process {process.pid} on {name}" if live else ""
+
+
+def is_orphan(path: Folder) -> bool:
+    """Has the process that wrote into this folder ended, for certain? Then it may be deleted, be it new or not."""
+    lease = _read_lease(path)
+    return lease is not None and lease[0].here and process_state(lease[0]) == ENDED
+
+
+def _read_lease(path: Folder) -> tuple[ProcessId, float, str] | None:
+    """Of the lease in this folder its process, its age and the name of the host; None where there is none."""
     try:
         values = json.loads(read_regular(path / LEASE))
         process = ProcessId(str(values["host"]), int(values["pid"]), int(values["began"]))
-        age, name = time.time() - float(values["time"]), str(values["name"])
+        return process, time.time() - float(values["time"]), str(values["name"])
     except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    live = process_state(process) != ENDED if process.here else age < STALE
-    return f"process {process.pid} on {name}" if live else ""
+        return None
 
 
 def is_new(path: Folder) -> bool:
