@@ -113,6 +113,28 @@ def test_who_shares_a_host_is_seen_where_no_launcher_says_it(env, per_host, own,
     assert (launchers.ranks_per_host(4), launchers.local_rank(3)) == (per_host, own)
 
 
+@pytest.mark.parametrize("env, launcher", [(SLURM, "srun"), (OPEN_MPI, "mpirun"), (HYDRA, "mpirun")])
+@pytest.mark.parametrize("value", ["two", "", "-1", "1.5"])
+def test_what_a_launcher_says_that_is_no_number_is_named(env, launcher, value):
+    names = [name for name in env if not name.endswith(("_ID", "NODELIST", "JOB_ID", "PORT", "NAMESPACE", "NTASKS"))
+             and name != "SLURM_TASKS_PER_NODE"]
+    for name in names:
+        with pytest.raises(TransportError) as caught:
+            recognize_launcher({**env, name: value})
+        assert caught.value.what == f"{name}={value}" and launcher in caught.value.why
+        assert caught.value.fix == f"{launcher} -n 2 python program.py, or: unset {name}"
+    assert len(names) in (4, 5)
+
+
+@pytest.mark.parametrize("env, what", [
+    ({**HYDRA, "PMI_RANK": "2"}, "PMI_RANK=2"), ({**SLURM, "SLURM_PROCID": "7"}, "SLURM_PROCID=7"),
+    ({**SLURM, "SLURM_NODEID": "2"}, "SLURM_STEP_TASKS_PER_NODE=2(x2)")])
+def test_numbers_of_a_launcher_that_do_not_fit_each_other(env, what):
+    with pytest.raises(TransportError) as caught:
+        recognize_launcher(dict(env))
+    assert caught.value.what == what
+
+
 def test_all_ranks_of_a_job_meet_at_one_port():
     ports = {}
     for job in ("17", "18"):

@@ -189,6 +189,13 @@ def test_a_limit_on_open_files(kind, files):
         assert code == 0 or "too few files" in err and "ulimit -n" in err and "lost touch" not in err, err
 
 
+@pytest.mark.parametrize("files", [16, 20, 24])
+def test_a_limit_on_the_launcher_s_open_files(files):
+    code, out, err = run(["bash", "-c", f"ulimit -n {files}; {' '.join(map(str, RUN))} -n 2 {PROGRAMS / 'limited.py'}"])
+    assert code == 1 and "Traceback" not in err, err
+    assert f"too few files: {files} (ulimit -n)" in err and "try: ulimit -n 65536" in err, err
+
+
 # --------------------------------------------------------------------------------------------------- mistakes
 
 

@@ -22,11 +22,14 @@ from globaltensor.cli.problem import Problem
 from globaltensor.runtime.deadlock import rank_names
 from globaltensor.runtime.host_processes import STOPPED
 from globaltensor.runtime.process_end import REQUEUE
+from globaltensor.runtime.process_limits import why_no_file
 from globaltensor.runtime.secret import draw_secret
 
 
 def launch(chosen: argparse.Namespace, ranks: int, folder: str, line: list[str], forks: ForkServer | None) -> int:
     """Launch, wait, report; the exit code."""
+    if too_few := why_no_file():
+        raise Problem(f"this process cannot start ranks\n  why: {too_few[0]}\n  try: {too_few[1]}", 1)
     if chosen.nnodes == 1:
         draw_secret()
     if "LOGLEVEL" not in os.environ:                 # what went wrong is told below, in fewer words

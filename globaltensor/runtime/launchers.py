@@ -15,6 +15,7 @@ import socket
 import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from difflib import get_close_matches
+from typing import NoReturn
 
 from globaltensor.errors import TransportError, warn
 
@@ -92,9 +93,13 @@ def _slurm_step(env: Mapping[str, str]) -> dict[str, str] | None:
     if not {"SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID",
             "SLURM_NODEID"} <= env.keys():
         return None
-    per_node = tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"])
+    _check_numbers(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", launcher="srun")
+    per_node, node = tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"]), int(env["SLURM_NODEID"])
+    if node >= len(per_node):
+        _refuse_variable(env, "SLURM_STEP_TASKS_PER_NODE", "it is a count for each host, such as 4(x2),3, of which "
+                         f"SLURM_NODEID={node} names one", "srun")
     return {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"], "LOCAL_RANK": env["SLURM_LOCALID"],
-            "LOCAL_WORLD_SIZE": str(per_node[int(env["SLURM_NODEID"])]),
+            "LOCAL_WORLD_SIZE": str(per_node[node]),
             "MASTER_ADDR": "127.0.0.1" if len(per_node) == 1 else first_host(env["SLURM_STEP_NODELIST"]),
             "MASTER_PORT": _port(f"{env.get('SLURM_JOB_ID')} {env.get('SLURM_STEP_ID')}")}
 
@@ -113,10 +118,25 @@ def _mpi(env: Mapping[str, str], rank: str, size: str, local_rank: str, local_si
          job: tuple[str, ...]) -> dict[str, str] | None:
     if not {rank, size, local_rank, local_size} <= env.keys():
         return None
+    _check_numbers(env, rank, size, local_rank, local_size, launcher="mpirun")
     variables = {"RANK": env[rank], "WORLD_SIZE": env[size], "LOCAL_RANK": env[local_rank],
                  "LOCAL_WORLD_SIZE": env[local_size],
                  "MASTER_PORT": _port(next((env[name] for name in job if name in env), ""))}
     return {**variables, "MASTER_ADDR": "127.0.0.1"} if env[size] == env[local_size] else variables
+
+
+def _check_numbers(env: Mapping[str, str], rank: str, size: str, *others: str, launcher: str) -> None:
+    """Raise TransportError where one of these variables is no number, or the rank is none of so many."""
+    for name in (rank, size, *others):
+        if not env[name].isdecimal():
+            _refuse_variable(env, name, "it is a whole number", launcher)
+    if int(env[rank]) >= int(env[size]) > 1:
+        _refuse_variable(env, rank, f"it is a rank of {size}={env[size]}, which are counted from 0", launcher)
+
+
+def _refuse_variable(env: Mapping[str, str], name: str, why: str, launcher: str) -> NoReturn:
+    raise TransportError(f"{name}={env[name]}", f"{why}, and {launcher} sets it",
+                         f"{launcher} -n 2 python program.py, or: unset {name}")
 
 
 # SLURM last: on several hosts of an allocation, mpirun has srun start what starts its ranks, which have that step's
@@ -131,8 +151,10 @@ def _port(job: str) -> str:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """SLURM's short form: "4(x2),3" is [4, 4, 3]."""
-    counts = []
+    """SLURM's short form: "4(x2),3" is [4, 4, 3]. Of anything else none."""
+    counts: list[int] = []
+    if not re.fullmatch(r"(\d+(\(x\d+\))?(,|$))+", text):
+        return counts
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(tasks)] * int(times or 1)
     return counts

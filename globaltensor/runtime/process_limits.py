@@ -51,6 +51,17 @@ def allow_files(count: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (more if hard < 0 else min(more, hard), hard))
 
 
+def why_no_file() -> tuple[str, str] | None:
+    """Where a launcher may open too few files: why, and what to type. torch would say it in other words, or crash."""
+    if sys.platform == "win32" or not os.path.isdir("/dev/fd"):
+        return None
+    with suppress(OSError):                          # there is no room to look
+        allow_files(count := len(os.listdir("/dev/fd")) + _SPARE)
+        if not 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < count:
+            return None
+    return f"it may open too few files: {resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,} (ulimit -n)", _FILES
+
+
 def check_files(more: int, why: str) -> None:
     """Let this process open so many files more than it has, which are for `why`.
 
