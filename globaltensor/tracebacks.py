@@ -32,21 +32,39 @@ def api_boundary(function: T) -> T:
     """Decorate a function that programs call, or a generator that they iterate: errors that leave it are folded."""
     if inspect.isgeneratorfunction(function):
         return _boundary_of_generator(function)  # type: ignore[return-value]
+    return _boundary(function, _tell_of_arguments)
 
+
+def torch_boundary(function: T) -> T:
+    """Decorate one that hands its call on to torch, or to Python: what is raised there, by code in C++ that has no
+    frames, is folded, too. An error from a function of ours further down is not: it may be a mistake of ours."""
+    return _boundary(function, _tell_of_what_is_handed_on)
+
+
+def _boundary(function: T, tell: Callable[[BaseException, Callable[..., Any]], None]) -> T:
     @functools.wraps(function)
     def boundary(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except BaseException as error:               # a handler may raise any
-            if error.__traceback__ is not None and error.__traceback__.tb_next is None:
-                _tell_of_arguments(error, function)  # they did not fit, so that nothing of ours has run
+            tell(error, function)
             fold(error)
             raise                                    # bare: the frame of this function stays out as well
     return boundary  # type: ignore[return-value]  # it takes and gives what the function does
 
 
+def _tell_of_what_is_handed_on(error: BaseException, function: Callable[..., Any]) -> None:
+    within = None if error.__traceback__ is None else error.__traceback__.tb_next
+    if within is None:
+        _tell_of_arguments(error, function)
+    elif within.tb_next is None and isinstance(error, Exception) and not isinstance(error, GlobalTensorError):
+        note_on_torch_error(error, f"  where: {where()}")
+
+
 def _tell_of_arguments(error: BaseException, function: Callable[..., Any]) -> None:
     """Python names the argument that a call lacks, or has too much; add what the function takes, in a line."""
+    if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+        return                                       # they did fit: something of ours has run
     if not isinstance(error, TypeError) or not inspect.isfunction(function) or "<" in function.__qualname__:
         setattr(error, _OF_TORCH, True)
         return

@@ -1,15 +1,20 @@
 """What the user sees of an error: their own lines, and of torch's errors the operands with their layouts."""
 from __future__ import annotations
 
+import copy
 import inspect
+import os
 import signal
 import sys
 import traceback
 
+import numpy as np
 import pytest
 import torch
 from harness import PYTHON, environment, good
 from test_errors import MISTAKES, B, S, on, ones
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_map_only
 
 import globaltensor as gt
 from globaltensor.errors import OURS, TORCH, GlobalTensorError
@@ -61,6 +66,55 @@ def test_a_number_of_several_elements_is_an_error_at_the_programs_line(read):
     here, plain = (raised(lambda x=x: read(x)) for x in (ones(4, 3), torch.ones(4, 3)))
     assert type(here) is type(plain) and str(here) == str(plain)
     assert not any(file.startswith(OURS) for file in frames(here)) and "test_tracebacks.py:" in here.__notes__[0]
+
+
+def assigned(x, name, value):
+    setattr(x, name, value)
+
+
+# what torch's code in C++, which has no frames, raises right below a function of ours
+HANDED_ON = {
+    "x[9] = 1": lambda x: x.__setitem__(9, 1), "x[mask] = 1": lambda x: x.__setitem__(x[:3, :2] > 0, 1),
+    "format": lambda x: format(x, ".2f"), "numpy": lambda x: x.requires_grad_().numpy(),
+    "asarray": lambda x: np.asarray(x.requires_grad_()), "split": lambda x: x.split(-1),
+    "split by sizes": lambda x: x.split([1, 1]), "chunk": lambda x: x.chunk(0),
+    "deepcopy": lambda x: copy.deepcopy(x.requires_grad_() * 2), "type": lambda x: x.type("none"),
+    "view_as": lambda x: x.view_as(x[:1]), "requires_grad_": lambda x: x.long().requires_grad_(),
+    "requires_grad": lambda x: assigned(x.long(), "requires_grad", True),
+    "grad": lambda x: assigned(x, "grad", 3), "grad of another shape": lambda x: assigned(x, "grad", x[0]),
+}
+
+
+@pytest.mark.parametrize("sbp", [B, S(0)], ids=str)
+@pytest.mark.parametrize("name", HANDED_ON)
+def test_what_torch_raises_below_a_function_of_ours_is_folded(name, sbp):
+    here, plain = (raised(lambda x=x: HANDED_ON[name](x)) for x in (ones(4, 3, sbp=sbp), torch.ones(4, 3)))
+    assert type(here) is type(plain)
+    words, plain_words = (str(error).replace("GlobalTensor.__f", "Tensor.__f").split() for error in (here, plain))
+    assert words[:5] == plain_words[:5]
+    assert not [file for file in frames(here) if file.startswith(OURS)], frames(here)
+    assert "where: " in here.__notes__[0]
+
+
+OPS = [op for op in op_db if op.error_inputs_func is not None]
+
+
+@pytest.mark.parametrize("op", OPS[int(os.environ.get("SEED", "0")) % 10::10], ids=lambda op: op.formatted_name)
+@pytest.mark.filterwarnings("ignore")
+def test_errors_of_torchs_own_tests_show_no_frame_of_ours(op):
+    for error in op.error_inputs("cpu"):
+        for sbp in (B, S(0)):
+            def spread(t, sbp=sbp):
+                return t if t.is_sparse or t.layout != torch.strided else gt.from_full(
+                    t.detach(), on(), sbp if t.dim() else B).requires_grad_(t.requires_grad)
+
+            sample = error.sample_input
+            operands = tree_map_only(torch.Tensor, spread, (sample.input, sample.args, sample.kwargs))
+            for function in {op.op, op.method_variant, op.inplace_variant} - {None}:
+                try:
+                    function(operands[0], *operands[1], **operands[2])
+                except Exception as caught:
+                    assert not [file for file in frames(caught) if file.startswith(OURS)], caught
 
 
 # of a library that asks for an address, by functions of torch's that stand between

@@ -12,6 +12,7 @@ from globaltensor.errors import ArgumentError, GlobalTensorError
 from globaltensor.runtime.torch_internals import OpOverload, end_graph, torch_function_enabled
 from globaltensor.runtime.world import world
 from globaltensor.tensors import gradients
+from globaltensor.tracebacks import torch_boundary
 
 _OURS = {"spec", "lineage", "_shards", "arriving", "boxed_view", "viewed", "traced", "made_after", "completed",
          "no_memory", "emptied_later", "_is_param", gradients.ATTRIBUTE}
@@ -90,13 +91,14 @@ def keep_global(x: Any, cls: type) -> Any:
     return x
 
 
+@torch_boundary
 def deep_copy(x: Any, memo: dict[int, Any]) -> Any:
     """copy.deepcopy of a global tensor. What shares memory shares that of the copies; of a parameter torch copies the
     value alone."""
     end_graph("copy.deepcopy of a global tensor notes what it copied, by where it lies in memory")
     if id(x) not in memo:
         if not x.is_leaf:
-            raise RuntimeError("Only leaf tensors can be deep-copied")
+            raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support deepcopy")
         if gradients.part_of(x) is x:
             raise GlobalTensorError("an optimizer under gt.zero cannot be copied",
                                     "its copy would step parts that belong to no parameter",

@@ -25,6 +25,7 @@ from globaltensor.layouts.rank_regions import RankRegions, regions_by
 from globaltensor.layouts.regions import Region
 from globaltensor.runtime.torch_internals import compiling, transforms_active
 from globaltensor.tensors.redistribution import to_layout
+from globaltensor.tracebacks import torch_boundary
 
 _BOXING = "parts of one matrix"                      # as gt.record names it
 
@@ -37,12 +38,14 @@ def with_dealt_parts(self: Any) -> Any:
     return x
 
 
+@torch_boundary
 def split_parts(self: Any, split_size: Any, dim: int = 0) -> Any:
     """x.split"""
     parts = _dealt(self, split_size, dim) if self.deals_parts else None
     return Tensor.split(self, split_size, dim) if parts is None else parts
 
 
+@torch_boundary
 def chunk_parts(self: Any, chunks: int, dim: int = 0) -> Any:
     """x.chunk"""
     if self.deals_parts and chunks > 0 and -self.dim() <= dim < self.dim():

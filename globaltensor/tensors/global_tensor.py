@@ -63,7 +63,7 @@ from globaltensor.tensors.full_value import FullTensor, no_gradient_placements
 from globaltensor.tensors.printing import format_of, text_of
 from globaltensor.tensors.redistribution import box_from, resolve_layout, to_layout, to_local
 from globaltensor.tensors.wrappers import TorchMethods
-from globaltensor.tracebacks import api_boundary, fold
+from globaltensor.tracebacks import api_boundary, fold, torch_boundary
 
 _data: Any = torch.Tensor.data                       # a descriptor of C, as is requires_grad
 
@@ -233,15 +233,13 @@ class GlobalTensor(TorchMethods):
     # --------------------------------------------------------------------------------------------- its gradient
 
     @property
+    @api_boundary
     def grad(self) -> GlobalTensor | None:
         """The gradient, in the tensor's own layout: reading one reduces all that are still pending, together."""
-        try:
-            return gradients.read_grad(self)
-        except BaseException as error:
-            fold(error)
-            raise
+        return gradients.read_grad(self)
 
     @grad.setter
+    @api_boundary
     def grad(self, value: torch.Tensor | None) -> None:
         gradients.replace_grad(self, value)
 
@@ -249,6 +247,7 @@ class GlobalTensor(TorchMethods):
     def grad(self) -> None:
         gradients.replace_grad(self, None)
 
+    @api_boundary
     def requires_grad_(self, requires_grad: bool = True) -> GlobalTensor:
         super().requires_grad_(requires_grad)
         if requires_grad:
@@ -260,6 +259,7 @@ class GlobalTensor(TorchMethods):
         return _requires_grad.__get__(self)
 
     @requires_grad.setter
+    @api_boundary
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
@@ -324,7 +324,7 @@ class GlobalTensor(TorchMethods):
         return FullTensor.of(self) if grad_placements is None else self._full_with_gradient(grad_placements)
     _full_with_gradient = no_gradient_placements     # until gt.dtensor is imported
 
-    @api_boundary
+    @torch_boundary
     def numpy(self, *, force: bool = False) -> np.ndarray:
         """The whole value as a NumPy array; collective. It is a copy, so it is read-only: what is written into it would
         not reach the tensor."""
@@ -341,7 +341,7 @@ class GlobalTensor(TorchMethods):
     def __format__(self, format_spec: str) -> str:
         return format_of(self, format_spec)
 
-    @api_boundary
+    @torch_boundary
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         array = self.numpy()
         return array.astype(array.dtype if dtype is None else dtype) if copy or dtype is not None else array

@@ -35,6 +35,7 @@ from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.this_thread import this_thread
 from globaltensor.runtime.torch_internals import TensorBase, compiling, end_graph
 from globaltensor.runtime.world import world
+from globaltensor.tracebacks import torch_boundary
 
 _grad: Any = TensorBase.grad                # a descriptor of C
 raw_grad = _grad.__get__                             # the gradient of a leaf as it lies
@@ -96,6 +97,7 @@ def read_grad(leaf: Any) -> Any:
     return raw_grad(leaf) if noted.part is None else _handed_over(noted.whole, noted.part)
 
 
+@torch_boundary
 def replace_grad(leaf: Any, value: Any) -> None:
     """Replace the gradient of a leaf."""
     noted = _noted(leaf)

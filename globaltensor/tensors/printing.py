@@ -20,6 +20,7 @@ from globaltensor.layouts.regions import Range, volume
 from globaltensor.runtime.torch_internals import PRINT_OPTIONS, print_options
 from globaltensor.runtime.world import world
 from globaltensor.tensors.full_value import gather_full
+from globaltensor.tracebacks import torch_boundary
 
 
 def text_of(x: Any) -> str:
@@ -30,6 +31,7 @@ def text_of(x: Any) -> str:
     return f"{value.removesuffix(')')}, placement={x.placement}, sbp={sbp_text(x.sbp)}{grad})"
 
 
+@torch_boundary
 def format_of(x: Any, format_spec: str) -> str:
     """A 0-dim tensor as the number that it is, as torch formats its own. Where a format is named, the number is needed,
     so that it is collective, as `item()`; else as `repr`, where this process does not know the number."""

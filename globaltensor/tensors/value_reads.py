@@ -20,7 +20,7 @@ from globaltensor.runtime.torch_internals import (
 from globaltensor.tensors.full_value import whole_value
 from globaltensor.tensors.lookup import check_classes
 from globaltensor.tensors.redistribution import to_layout
-from globaltensor.tracebacks import api_boundary, note_on_torch_error
+from globaltensor.tracebacks import api_boundary, note_on_torch_error, torch_boundary
 
 aten = torch.ops.aten
 
@@ -30,6 +30,7 @@ def may_take_data(x: Any, value: Any) -> bool:
     return is_global(x) and is_global(value)
 
 
+@torch_boundary
 def assign(x: Any, index: Any, value: Any) -> None:
     """x[index] = value, as torch does it; but of a value without memory it would look at the sizes."""
     if isinstance(value, torch.Tensor) and not is_global(value) and not is_of_a_trace(value):

@@ -13,7 +13,7 @@ import torch
 
 from globaltensor.errors import GlobalTensorError
 from globaltensor.runtime.torch_internals import compiling
-from globaltensor.tracebacks import api_boundary
+from globaltensor.tracebacks import api_boundary, torch_boundary
 
 if TYPE_CHECKING:
     from globaltensor.tensors.tensor_methods import TensorMethods
@@ -55,19 +55,22 @@ class TorchMethods(TensorMethods):
         """What fully_shard, and replicate, which is made of it, look for: each parameter's own way to be gathered."""
         raise GlobalTensorError(*_REFUSED["torch.distributed.fsdp"])
 
+    @torch_boundary
     def type(self, *args: Any, **kwargs: Any) -> Any:          # for ZeroRedundancyOptimizer
         if not compiling():
-            _refuse_for(sys._getframe(1).f_back)     # torch.typename lies between
+            _refuse_for(sys._getframe(2).f_back)     # torch.typename lies between, and the boundary
         return super().type(*args, **kwargs)
 
+    @torch_boundary
     def view_as(self, other: torch.Tensor) -> Any:   # for DTensor.from_local
         if not compiling():
-            _refuse_for(sys._getframe(1))
+            _refuse_for(sys._getframe(2))
         return super().view_as(other)
 
+    @torch_boundary
     def requires_grad_(self, requires_grad: bool = True) -> Any:     # for distribute_tensor, which need not send
         if not compiling():
-            _refuse_for(sys._getframe(1).f_back)     # the method of GlobalTensor lies between
+            _refuse_for(sys._getframe(4))            # the method of GlobalTensor lies between, and two boundaries
         return super().requires_grad_(requires_grad)
 
     def _use_count(self) -> int:
