@@ -13,6 +13,7 @@ from shards import gather, scatter
 
 import globaltensor as gt
 from globaltensor.layouts.sbp import broadcast, partial_sum, split
+from globaltensor.runtime.dtypes import SIGNED
 
 SEED = int(os.environ.get("SEED") or 20_261_129)
 print(f"tests/test_edges_of_dtypes.py: SEED={SEED}")
@@ -46,6 +47,48 @@ def test_a_pending_sum_of_integers_wraps_before_it_meets_others(program, dtype):
     got = WRAPPED[program](gt.from_shards(dict(enumerate(terms)), TWO, P), lambda t: gt.from_full(t, TWO, B))
     assert got.dtype == want.dtype
     torch.testing.assert_close(gather(got), want)
+
+
+INDEX = torch.tensor([1, 3, 0])
+MOVES = {
+    "roll": lambda x: x.roll(1, 0), "roll all": lambda x: x.roll(3), "flip": lambda x: x.flip(0),
+    "flip columns": lambda x: x.flip(1), "rot90": lambda x: x.rot90(), "rot180": lambda x: x.rot90(2),
+    "cat": lambda x: torch.cat([x, x], 0), "stack": lambda x: torch.stack([x, x]),
+    "index_select": lambda x: x.index_select(0, INDEX), "columns": lambda x: x.index_select(1, INDEX[::2]),
+    "index": lambda x: x[INDEX], "column index": lambda x: x[:, [1, 0]], "take": lambda x: x.take(INDEX),
+    "gather": lambda x: x.gather(0, torch.ones(4, 3).long()), "take_along_dim": lambda x: x.take_along_dim(
+        torch.zeros(4, 3).long(), 1), "repeat_interleave": lambda x: x.repeat_interleave(2, 0),
+    "tile": lambda x: x.tile(2, 1), "narrow": lambda x: x.narrow(0, 1, 2), "step": lambda x: x[::2],
+    "pad": lambda x: F.pad(x, (1, 1, 1, 1)), "reshape": lambda x: x.reshape(2, 6), "t": lambda x: x.t().contiguous(),
+    "chunk": lambda x: x.chunk(2)[1], "unfold": lambda x: x.unfold(0, 2, 1).clone(),
+    "index_copy": lambda x: x.index_copy(0, INDEX[:1], x[:1]), "scatter": lambda x: x.scatter(
+        0, torch.zeros(1, 3).long(), x), "masked_fill": lambda x: x.masked_fill(torch.ones(4, 3).bool(), 1),
+    "index_put": lambda x: x.index_put((INDEX,), x[:3]), "tril": lambda x: x.tril(), "diagonal": lambda x: x.diagonal(),
+    "slice_scatter": lambda x: x.slice_scatter(x[:2], 0, 1, 3),
+}
+DTYPES = [torch.bool, *SIGNED, torch.uint8, torch.int8, torch.int64, torch.float16, torch.bfloat16, torch.complex32,
+          torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_moves_elements_takes_the_dtypes_that_it_takes_on_one_device(dtype):
+    """Bit by bit, with the largest values and infinities."""
+    full = torch.tensor([0, 1, 2, 3, 100, 200, 2 ** 15, 2 ** 31, 2 ** 62, 5, 6, 7]).view(4, 3)
+    full[0, 0] = -1 if dtype in SIGNED else 0        # the largest of them
+    full = (full % 1000 if dtype.is_complex else full).to(dtype)       # torch adds an infinite one and zero to nan
+    done = 0
+    for name, program in MOVES.items():
+        try:
+            want = program(full)
+        except (NotImplementedError, RuntimeError):
+            continue                                 # torch has no kernel, in no layout
+        for sbp in (S(0), S(1)):
+            got = program(gt.from_full(full, TWO, sbp)).full_tensor()
+            assert got.dtype == want.dtype and got.shape == want.shape, (name, sbp)
+            assert got.contiguous().view(torch.uint8).tolist() == want.contiguous().view(torch.uint8).tolist(), (
+                name, sbp)
+        done += 1
+    assert done > len(MOVES) // 2
 
 
 LOSSES = {name: getattr(F, name) for name in (

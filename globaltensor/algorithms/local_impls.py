@@ -20,7 +20,7 @@ from globaltensor.errors import OutOfRangeError
 from globaltensor.layouts.layout import Layout, Shape, dense
 from globaltensor.layouts.regions import Range, Region
 from globaltensor.runtime import custom_ops
-from globaltensor.runtime.dtypes import SIGNED, highest_value, lowest_value
+from globaltensor.runtime.dtypes import FLOAT8, SIGNED, highest_value, lowest_value
 from globaltensor.runtime.graph_effects import call_effect
 from globaltensor.runtime.torch_internals import OpOverload, assert_async, is_of_a_trace, order_effects
 
@@ -153,7 +153,8 @@ def _within(index: Tensor, own: Range, n: int) -> tuple[Tensor, Tensor]:
 
 def _zeroed(rows: Tensor, where: Tensor) -> Tensor:
     """With zeros there, in place."""
-    (rows.view(SIGNED[rows.dtype]) if rows.dtype in SIGNED else rows).masked_fill_(where, 0)
+    bits = torch.uint8 if rows.dtype in FLOAT8 else SIGNED.get(rows.dtype)
+    (rows if bits is None else rows.view(bits)).masked_fill_(where, 0)
     return rows
 
 

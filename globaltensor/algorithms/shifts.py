@@ -22,6 +22,7 @@ from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.regions import Range, Region, split_range
 from globaltensor.layouts.symbols import has_symbols
 from globaltensor.rules.call import Call
+from globaltensor.runtime.dtypes import WIDER
 from globaltensor.runtime.meta import as_on, meta
 from globaltensor.runtime.torch_internals import OpOverload, tree_leaves, without_modes
 
@@ -191,6 +192,19 @@ def _missing(placed: ShiftedPart, home: Layout, of_result: Shape) -> int:
 @remembered
 def _rows_for(placed: ShiftedPart, home: Layout, of_result: Shape, axes: tuple[int, ...]) -> Layout:
     return regions_by(home.placement, _ShiftedRows(placed, home, of_result), None, home, axes)
+
+
+def is_hard_to_flip(call: Call) -> bool:
+    """Is it of a dtype that torch's kernel of flip takes where whole rows change places, and no part of such a tensor?
+    """
+    return call["self"].dtype in WIDER
+
+
+def flip_wider(call: Call, run: Run) -> GlobalLike:
+    """flip, of a dtype that its kernel takes."""
+    x = call["self"]
+    wide = run(aten._to_copy.default, x, dtype=WIDER[x.dtype])
+    return run(aten._to_copy.default, run(aten.flip.default, wide, call["dims"]), dtype=x.dtype)
 
 
 def shifted(call: Call, run: Run) -> GlobalLike:

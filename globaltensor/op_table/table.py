@@ -202,7 +202,7 @@ lines("cummax cummin sort sort.stable", along(outputs=2))
 lines("topk", along(outputs=2, resizes=True), decomposition=scans.topk,
       offer=of_scan(kept=lambda call: call["k"], summaries=2, resized=True))
 lines("logcumsumexp argsort argsort.stable", along())
-lines("flip", along("a", name="dims"))
+lines("flip", along("a", name="dims"), decomposition=shifts.flip_wider, applies=shifts.is_hard_to_flip)
 lines("roll", along("a", name="dims"), decomposition=shifts.shifted, offer=shifts.offer_shifts)
 lines("_softmax", along(), decomposition=decompositions.softmax, offer=of_softmax())
 lines("_safe_softmax", along(), decomposition=decompositions.safe_softmax, offer=of_softmax())
