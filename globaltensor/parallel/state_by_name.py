@@ -12,11 +12,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from globaltensor.runtime.late_modules import when_imported
 from globaltensor.tensors import gradients
 from globaltensor.tracebacks import api_boundary
 
@@ -26,31 +26,7 @@ _MASTER = "master"                                   # in the state of a paramet
 
 def know_parameters_by_name() -> None:
     """From now on, or from when torch's module is imported, as many programs never do."""
-    if _BY_NAME in sys.modules:
-        _take_over(sys.modules[_BY_NAME])
-    elif _FIRST not in sys.meta_path:
-        sys.meta_path.insert(0, _FIRST)
-
-
-class _FinderOfOne:
-    """Of the finders of modules, one that has that module changed when it has run."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
-        if name != _BY_NAME or _FIRST not in sys.meta_path:
-            return None
-        sys.meta_path.remove(_FIRST)
-        spec: Any = find_spec(name)
-        run = spec.loader.exec_module
-
-        def run_and_change(module: Any) -> None:
-            run(module)
-            _take_over(module)
-
-        spec.loader.exec_module = run_and_change
-        return spec
-
-
-_FIRST: Any = _FinderOfOne()
+    when_imported(_BY_NAME, lambda: _take_over(sys.modules[_BY_NAME]))
 
 
 def _take_over(module: Any) -> None:

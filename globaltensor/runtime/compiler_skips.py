@@ -17,6 +17,7 @@ from types import CellType, FunctionType, MappingProxyType
 from typing import Any
 
 from globaltensor.errors import OURS
+from globaltensor.runtime.late_modules import when_imported
 from globaltensor.runtime.torch_internals import leave_alone
 
 _COMPILER = "torch._dynamo"
@@ -24,21 +25,7 @@ _COMPILER = "torch._dynamo"
 
 def keep_compiler_out() -> None:
     """From now on, or from when there is a compiler. Again where modules of ours may have come."""
-    if _COMPILER in sys.modules:
-        _leave_package_alone(len(sys.modules))
-    elif _FIRST not in sys.meta_path:
-        sys.meta_path.insert(0, _FIRST)
-
-
-class _CompilerAwaited:
-    """Of the finders of modules, one that finds none, and is asked first."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name == _COMPILER:
-            _leave_package_alone(len(sys.modules))
-
-
-_FIRST: Any = _CompilerAwaited()
+    when_imported(_COMPILER, lambda: _leave_package_alone(len(sys.modules)))
 
 
 @lru_cache(1)
