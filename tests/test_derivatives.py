@@ -417,8 +417,8 @@ def test_gradients_of_what_is_not_used(native, monkeypatch):
 NOT_AGAIN = {"_Enter": "the planner's trace", "_Leave": "the planner's trace", "_Repeated": "raises, and all run",
              "_FlexAttention": "raises, as torch's", "_Product": "products that a schedule defers, without a graph",
              "RedistributeMeanwhile": "its backward is that of Redistribute",
-             **dict.fromkeys(["PartOnMesh", "OwnPart", "_Crossing", "FromDTensor", "ToDTensor", "ToLocal", "Spread"],
-                             "parts_twice.py"),
+             **dict.fromkeys(["PartOnMesh", "OwnPart", "OwnCopy", "_MeanOfRanks", "FromDTensor", "ToDTensor", "ToLocal",
+                              "Spread"], "parts_twice.py"),
              **dict.fromkeys(["Contract", "Linear", "Redistribute"] if torch_ext else [], "native code has its own")}
 
 

@@ -50,6 +50,27 @@ def test_programs_in_the_style_of_torch_give_what_torch_gives(n, programs):
     assert said.count("is the same") == n * (len(programs) or 11)
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("program", ["own_batches.py", "own_weights.py"])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_each_rank_runs_a_model_by_itself_under_fully_shard(program, n):
+    """own_batches.py beside torch's own; own_weights.py beside plain torch, where torch's own fails."""
+    said = good([*RUN, "-n", n, PROGRAMS / program], timeout=400)
+    assert said.count("is as torch's") + said.count("as plain torch") == n
+
+
+def test_a_process_of_several_ranks_runs_rnns_under_fully_shard():
+    for make in (torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM):
+        torch.manual_seed(2)
+        plain, x = make(4, 3, batch_first=True), torch.randn(4, 5, 4)
+        model = gt.dtensor.fully_shard(copy.deepcopy(plain), mesh=gt.dtensor.init_device_mesh("cpu", (2,)))
+        for out in (plain(x)[0], model(x)[0]):
+            out.square().sum().backward()
+        torch.testing.assert_close(out.full_tensor(), plain(x)[0])
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
 def test_a_process_of_several_ranks_runs_a_program_in_the_style_of_torch():
     from globaltensor.dtensor import (
         ColwiseParallel,

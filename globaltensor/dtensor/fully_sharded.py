@@ -4,10 +4,10 @@
     fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters())
 
-Every rank gives the outermost module its own rows, plain, and takes its own, plain; inside they are the parts of one
-global batch, split along the mesh. As in torch, what rows give is averaged: the gradient of a parameter is the mean
-over the ranks of the gradients of what they compute of their rows. What is already one for all ranks, such as the mean
-over the whole batch that a model itself returns, is taken as it is.
+As in torch, each rank runs the model on its own batch, in plain torch, as if it were alone: what goes in and what comes
+out is the rank's own, whatever it is made of, and so is a loss inside. The gradient of a parameter is the mean over the
+ranks. Buffers stay each rank's own. A process that drives several ranks runs one program: there weights are global, and
+a plain tensor that is given to the outermost module is the whole batch, and split along the mesh.
 """
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from globaltensor.dtensor.api import distribute_tensor, on_mesh
 from globaltensor.dtensor.device_mesh import DeviceMesh, init_device_mesh
-from globaltensor.dtensor.rows import batch_of, rows_of
-from globaltensor.errors import ArgumentError, expect
+from globaltensor.dtensor.own_weights import OwnLayer, OwnLayers
+from globaltensor.errors import ArgumentError, GlobalTensorError, expect
 from globaltensor.parallel.zero3 import ShardedLayer, ShardedLayers, unshard
-from globaltensor.runtime.world import world_size
+from globaltensor.runtime.torch_internals import tree_leaves
+from globaltensor.runtime.world import world, world_size
+from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.global_tensor import GlobalTensor
-from globaltensor.tensors.parameter_swap import convert
+from globaltensor.tensors.parameter_swap import convert, weights_made_again
 from globaltensor.tracebacks import api_boundary
 
 _running: list[nn.Module] = []                       # the outermost module that is at work, if one is
@@ -57,24 +59,33 @@ def fully_shard(module: nn.Module, *, mesh: DeviceMesh | None = None, reshard_af
         if policy is not None and not (name != "dp_mesh_dims" and policy == _default_policy(policy)):
             raise ArgumentError(f"fully_shard({name}={policy})", "it is not taken here", instead)
     mesh = mesh or init_device_mesh("cpu", (world_size(),))
+    one_program = len(world().local_ranks) > 1
+    with weights_made_again(module):
+        _shard_parameters(module, mesh, shard_placement_fn, ignored_params or set())
+    for owner in module.modules():
+        for key, b in owner._buffers.items():
+            if b is not None and not on_mesh(b):
+                owner._buffers[key] = distribute_tensor(b, mesh, src_data_rank=None) if one_program else (
+                    b if b.is_meta else b.to(world().device(mesh.type, world().rank)))
+    (_DoorOfAll if one_program else _Door)(module, mesh)
+    return module
+
+
+def _shard_parameters(module: nn.Module, mesh: DeviceMesh, choose: Callable[[nn.Parameter], Shard | None] | None,
+                      ignored: set[nn.Parameter]) -> None:
     done: dict[int, torch.Tensor] = {}
     for owner in module.modules():
         for key, p in owner._parameters.items():
-            if p is None or ignored_params and p in ignored_params or on_mesh(p) and p.placement == mesh:
+            if p is None or p in ignored or on_mesh(p) and p.placement == mesh:
                 continue
             if isinstance(p, GlobalTensor):
                 raise ArgumentError(f"fully_shard of a parameter on {p.spec.placement}", "it is split already",
                                     "gt.parallelize(model, placement, gt.Plan.of_styles(model, styles)), whose other "
                                     'axis is "dp", and gt.zero(optimizer, "dp", stage=3, model=model)')
             if id(p) not in done:
-                chosen = shard_placement_fn(p) if shard_placement_fn is not None else None
+                chosen = choose(p) if choose is not None else None
                 done[id(p)] = convert(p, partial(_sharded, mesh=mesh, chosen=chosen))
             owner._parameters[key] = done[id(p)]     # type: ignore[assignment]  # a Parameter still
-        for key, b in owner._buffers.items():
-            if b is not None and not on_mesh(b):
-                owner._buffers[key] = distribute_tensor(b, mesh, src_data_rank=None)
-    _Door(module, mesh)
-    return module
 
 
 def _default_policy(policy: Any) -> Any:
@@ -91,9 +102,57 @@ def _sharded(t: torch.Tensor, mesh: DeviceMesh, chosen: Shard | None) -> GlobalT
 
 
 class _Door:
-    """What goes into the outermost module, and what comes out.
+    """The way into a module and out of it, where each rank runs it by itself."""
 
-    Inside, weights are whole, so that ops are done where rows lie, and what comes out are each rank's own rows.
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        self.module, self.mesh = module, mesh
+        self.layers: OwnLayers | None = None
+        self.depth = 0                               # of its calls, which may be of itself
+        _doors.add(module)
+        module.register_forward_pre_hook(api_boundary(self._enter), prepend=True, with_kwargs=True)
+        module.register_forward_hook(api_boundary(self._leave), always_call=True)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if module is not self.module:
+            raise GlobalTensorError(f"a copy of a {type(module).__name__} that fully_shard was called for",
+                                    "the original's parameters would be gathered for it",
+                                    "fully_shard(copy.deepcopy(model)), of the model from before; and load_state_dict")
+        if module in _inside:                        # those around it, or it was in one before, have it as a layer
+            return
+        if any(isinstance(t, GlobalTensor) for t in tree_leaves((args, named))):
+            raise ArgumentError("a global tensor, given to a model under fully_shard",
+                                "each rank runs the model on its own batch, which is plain", "model(x.to_local())")
+        if world().rank not in self.mesh.coords:
+            raise ArgumentError(f"a model under fully_shard, run on rank {world().rank}", f"{self.mesh} leaves it out",
+                                "if mesh.get_coordinate() is not None: model(x)")
+        if self.layers is None:
+            self.layers = self._layers()
+        if not self.depth:
+            self.layers.enter()
+        self.depth += 1
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self.layers is None or not self.depth:
+            return
+        self.depth -= 1
+        if not self.depth:
+            self.layers.leave(out)
+
+    def _layers(self) -> OwnLayers:
+        """Each module with the parameters of modules that are in none inside of it."""
+        modules = [m for m in self.module.modules() if m in _doors]
+        _inside.update(modules[1:])
+        layers = []
+        for module in modules:
+            inner = {m for one in modules if one is not module and one in {*module.modules()} for m in one.modules()}
+            layers.append(OwnLayer(module, self.mesh.names[-1], [m for m in module.modules() if m not in inner]))
+        return OwnLayers(layers[1:], layers[0])
+
+
+class _DoorOfAll:
+    """The way into a module and out of it in a process that drives several ranks.
+
+    Inside, weights are whole, so that ops are done where rows lie.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -111,29 +170,22 @@ class _Door:
         if self.layers is None:
             axis, inner = self.mesh.names[-1], [m for m in module.modules() if m in _doors and m is not module]
             _inside.update(inner)
-            self.layers = ShardedLayers(module, axis, inner)
+            self.layers = ShardedLayers.of(module, axis, inner)
             self.others = ShardedLayer(module, axis, {id(p) for one in self.layers.layers for p, _ in one.parameters})
         unshard(self.others)
         self.others.swap_in_unsharded(0, partial(unshard, self.others))
         _running.append(module)
-        return tuple(self._whole(x) for x in args), {key: self._whole(x) for key, x in named.items()}
+        return tuple(self._split(x) for x in args), {key: self._split(x) for key, x in named.items()}
 
-    def _leave(self, module: nn.Module, args: Any, out: Any) -> Any:
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
         if not _running or _running[0] is not module:
-            return out
+            return
         _running.clear()
         self.others.swap_out_unsharded()
         self.others.unsharded = None                 # freed with what autograd has saved of it
-        if isinstance(out, (tuple, list)):
-            return type(out)(rows_of(x) for x in out)
-        if isinstance(out, dict):
-            for key, x in out.items():
-                out[key] = rows_of(x)
-            return out
-        return rows_of(out)
 
-    def _whole(self, x: Any) -> Any:
-        """A rank's own rows as a part of the batch."""
+    def _split(self, x: Any) -> Any:
+        """A batch, split along the mesh."""
         if not isinstance(x, torch.Tensor) or isinstance(x, GlobalTensor) or not x.dim():
             return x
-        return batch_of(x, self.mesh)
+        return from_full(x, self.mesh, [Shard(0)] * self.mesh.ndim)

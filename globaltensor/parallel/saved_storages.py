@@ -61,16 +61,20 @@ class SavedStorages(list[Shards]):
             if (p := alive()) is not None:
                 p.arriving = EmptyShards(self, shards) if self.is_empty else None
         if unsharded is not None:
-            self._pass_writes_on()
+            self.pass_writes_on()
 
-    def _pass_writes_on(self) -> None:
+    def pass_writes_on(self) -> None:
         """Autograd refuses what was written to since it was saved: as it does for the parameters, for what was gathered
         of them."""
-        for (alive, _, of), before in zip(self._parameters, self._versions):
-            if (p := alive()) is not None and current_version(of) != before:
-                increment_version(p)
+        for (alive, shards, of), before in zip(self._parameters, self._versions):
+            if current_version(of) != before:
+                self._note_write(alive(), shards)
         if self._versions:
             self.note_versions()
+
+    def _note_write(self, parameter: GlobalTensor | None, shards: Shards) -> None:
+        if parameter is not None:
+            increment_version(parameter)
 
 
 class EmptyShards:

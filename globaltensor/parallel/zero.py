@@ -84,7 +84,7 @@ def zero(optimizer: O, axis: str = "dp", stage: int = 1, model: nn.Module | None
 
     def gather_by_layer() -> None:
         if model is not None:
-            layers = ShardedLayers(model, axis, without=by_layer)
+            layers = ShardedLayers.of(model, axis, without=by_layer)
             by_layer.update(id(p) for layer in layers.layers for p, _ in layer.parameters)
             if offload is not None:
                 layers.offload(optimizer, folder_of(offload))

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
@@ -63,17 +63,13 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class ShardedLayers:
-    """The layers of a model whose parameters are split along an axis. Made after the parameters; hooks do the rest.
+    """Layers whose parameters are split along an axis, in the order in which they usually run; hooks do the rest.
 
-    modules   the layers, in the order in which they usually run; default: those of the model (`layers_of`)
-    without   the ids of parameters that are gathered otherwise
+    first   whether their hooks run before those that are there already
     """
 
-    def __init__(self, model: nn.Module, axis: str, modules: Sequence[nn.Module] = (),
-                 without: Collection[int] = ()) -> None:
-        layers = [ShardedLayer(m, axis, without) for m in modules or dict.fromkeys(m for _, m in layers_of(model))]
-        inner = {id(m) for layer in layers for m in layer.module.modules() if m is not layer.module}
-        self.layers = [layer for layer in layers if layer.parameters and id(layer.module) not in inner]
+    def __init__(self, layers: Sequence[ShardedLayer], first: bool = False) -> None:
+        self.layers = layers
         self.forward_pass = 0                        # its number
         self.ran: list[ShardedLayer] = []            # in it, in their order
         self.in_backward: set[tuple[ShardedLayer, int]] = set()     # layers of forward passes, until its end
@@ -83,10 +79,21 @@ class ShardedLayers:
         for layer in self.layers:
             layer.module.register_forward_pre_hook(
                 api_boundary(lambda module, args, layer=layer: self._before_forward(layer) if layer.stands_in(module)
-                             else None))
+                             else None), prepend=first)
             layer.module.register_forward_hook(
                 api_boundary(lambda module, args, out, layer=layer: self._after_forward(layer, out) if layer.in_use
                              else None), always_call=True)
+
+    @staticmethod
+    def of(model: nn.Module, axis: str, modules: Sequence[nn.Module] = (),
+           without: Collection[int] = ()) -> ShardedLayers:
+        """Those of a model, but for parameters of these ids. Made after the parameters.
+
+        modules   the layers; default: the model's (`layers_of`)
+        """
+        layers = [ShardedLayer(m, axis, without) for m in modules or dict.fromkeys(m for _, m in layers_of(model))]
+        inner = {id(m) for layer in layers for m in layer.module.modules() if m is not layer.module}
+        return ShardedLayers([layer for layer in layers if layer.parameters and id(layer.module) not in inner])
 
     def offload(self, optimizer: torch.optim.Optimizer, folder: str | None) -> None:
         """Keep on the host those that the optimizer steps themselves: of 16 bits it steps others, in their place."""
@@ -131,8 +138,8 @@ class ShardedLayers:
         self.ran.append(layer)
 
     def _after_forward(self, layer: ShardedLayer, out: Any) -> None:
-        forward_pass, storages = self.forward_pass, layer.swap_out_unsharded()
-        learning = [t for t in _outputs_in(out) if t.grad_fn is not None]
+        forward_pass, storages = layer.forward_pass, layer.swap_out_unsharded()
+        learning = [t for t in outputs_in(out) if t.grad_fn is not None]
         layer.awaits_backward = bool(learning) or not torch.is_grad_enabled()     # it may run again, with gradients
         for t in learning:                           # who waits for backward keeps the storages alive
             t.register_hook(api_boundary(
@@ -170,7 +177,7 @@ class ShardedLayers:
             layer.finish_backward()
 
 
-def _outputs_in(out: Any) -> Iterator[Tensor]:
+def outputs_in(out: Any) -> Iterator[Tensor]:
     """Those that a layer returns. Of an object, such as a dataclass or a distribution, its attributes."""
     for leaf in tree_flatten(out)[0]:
         inner = [] if isinstance(leaf, Tensor) else tree_flatten(getattr(leaf, "__dict__", {}))[0]
@@ -196,13 +203,15 @@ def layers_of(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Modul
 
 
 class ShardedLayer:
-    """One layer: where its split parameters stand, but for those without, and what is gathered of them now."""
+    """One layer: where its split parameters stand, but for those without, and what is gathered of them now. Of the
+    modules in it, those that own parameters of it may be told."""
 
-    def __init__(self, module: nn.Module, axis: str, without: Collection[int] = ()) -> None:
+    def __init__(self, module: nn.Module, axis: str, without: Collection[int] = (),
+                 owners: Iterable[nn.Module] | None = None) -> None:
         self.module = module
         self.parameters: list[tuple[GlobalTensor, list[Slot]]] = []      # each once, and where it stands
         self.layouts: list[Layout] = []              # of the parameters, unsharded
-        for owner in module.modules():
+        for owner in owners or module.modules():
             parameters: Mapping[str, Tensor | None] = owner._parameters
             for key, p in parameters.items():
                 if id(p) in without:
@@ -210,7 +219,7 @@ class ShardedLayer:
                 places = next((slots for q, slots in self.parameters if q is p), None)
                 if places is not None:               # the module has it several times
                     places.append((owner, key))
-                elif isinstance(p, GlobalTensor) and (unsharded := _unsharded_layout(p, axis)) is not None:
+                elif isinstance(p, GlobalTensor) and (unsharded := self.unsharded_layout(p, axis)) is not None:
                     self.parameters.append((p, [(owner, key)]))
                     self.layouts.append(unsharded)
         self.unsharded: list[dict[int, Tensor]] | None = None            # rank -> shard, per parameter
@@ -218,11 +227,19 @@ class ShardedLayer:
         self.begun: BegunLayers | None = None        # what gathers it meanwhile
         self.saved: weakref.WeakValueDictionary[int, SavedStorages] = weakref.WeakValueDictionary()   # by forward pass
         self.in_use: SavedStorages | None = None     # while the layer works
+        self.forward_pass = 0                        # in which it does
         self.swapped: list[SwappedIn] = []
         self.awaits_backward = True                  # did what came out of it? Not of frozen first layers
         self.files: list[mmap.mmap] = []             # in which offloaded parameters lie
         self.before: list[ShardedLayer] = []         # the one that ran before it, if any, and the one after
         self.after: list[ShardedLayer] = []
+
+    def unsharded_layout(self, p: GlobalTensor, axis: str) -> Layout | None:
+        """The parameter's layout, gathered along the axis; None where it is not split along it."""
+        names = p.placement.names
+        if axis not in names or not p.sbp[names.index(axis)].is_split:
+            return None
+        return p.spec.layout.along({axis: broadcast})
 
     def is_sharded(self) -> bool:
         """Is nothing gathered, or what was before someone wrote to a parameter?"""
@@ -231,7 +248,7 @@ class ShardedLayer:
     def stands_in(self, module: nn.Module) -> bool:
         """Would this module work with any of these parameters? Not where others have taken their places, for a call
         (torch.func.functional_call) or for good, and not if it is a copy of the layer."""
-        return module is self.module and any(_is_at(slot, p) for p, slots in self.parameters for slot in slots)
+        return module is self.module and any(is_at(slot, p) for p, slots in self.parameters for slot in slots)
 
     def writes_now(self) -> list[Any]:
         """What stays equal until someone writes to its parameters."""
@@ -269,9 +286,9 @@ class ShardedLayer:
         """Let the layer work with what was gathered. Autograd saves views of it whose memory can be freed."""
         assert self.unsharded is not None            # `unshard` came before
         self.in_use = SavedStorages(self.unsharded, gather)
-        self.saved[forward_pass] = self.in_use
+        self.saved[forward_pass], self.forward_pass = self.in_use, forward_pass
         for (p, slots), unsharded, shards in zip(self.parameters, self.layouts, self.in_use):
-            if places := [slot for slot in slots if _is_at(slot, p)]:
+            if places := [slot for slot in slots if is_at(slot, p)]:
                 with torch.enable_grad():            # it learns as a parameter does, of which no_grad makes no other
                     gathered = UnshardedParameter.apply(p, unsharded, shards)
                 self.in_use.empty_later(gathered, shards, p)
@@ -298,7 +315,7 @@ class ShardedLayer:
         self.reshard()
 
 
-def _is_at(slot: Slot, p: Any) -> bool:
+def is_at(slot: Slot, p: Any) -> bool:
     """Does the module work with this parameter? Not if another is there now, or is swapped in: in a later stage of a
     pipeline that shares it a replica is, on the ranks of that stage."""
     owner, key = slot
@@ -361,14 +378,6 @@ def _gathering(p: GlobalTensor, dst: Layout) -> Move:
     device = {rank: world().device(dst.placement.type, rank) for rank in p.shards}
     copies = {rank: shard.detach().to(device[rank], non_blocking=True) for rank, shard in p.shards.items()}
     return Move(p.spec.moved(layout(dst.placement, p.sbp)), copies, dst, p.lineage)
-
-
-def _unsharded_layout(p: Any, axis: str) -> Layout | None:
-    """The parameter's layout, gathered along the axis; None where it is not split along it."""
-    names = p.placement.names
-    if axis not in names or not p.sbp[names.index(axis)].is_split:
-        return None
-    return p.spec.layout.along({axis: broadcast})
 
 
 class UnshardedParameter(torch.autograd.Function):

@@ -4,7 +4,7 @@ from autograd_functions import differentiated_again, of_a_batch
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import globaltensor as gt
-from globaltensor.dtensor.rows import rows_of
+from globaltensor.dtensor.own_weights import OwnCopy
 
 B, S, P = gt.sbp.broadcast, gt.sbp.split, gt.sbp.partial_sum
 place = gt.placement("cpu", range(gt.world_size()))
@@ -68,8 +68,8 @@ def on_a_mesh(x):
     return gt.dtensor.DTensor.from_local(x.to_local() ** 3, mesh, [gt.dtensor.Shard(0)]).square().sum()
 
 
-def rows_of_a_batch(x):
-    return gt.world_size() * rows_of(x ** 3).square().sum()   # whose gradients are averaged
+def copies_of_ranks(x):
+    return OwnCopy.apply(x ** 3).square().sum()           # whose gradients are averaged
 
 
 def among_dtensors(x):
@@ -80,12 +80,13 @@ def among_dtensors(x):
 expected = thrice(lambda x: (x ** 6).sum(), whole.clone().requires_grad_())
 programs = ((on_a_placement, gt.from_full(whole, place, S(0))),
             (on_a_mesh, gt.dtensor.distribute_tensor(whole, mesh, [gt.dtensor.Shard(0)])),
-            (rows_of_a_batch, gt.dtensor.distribute_tensor(whole, mesh, [gt.dtensor.Shard(0)])),
+            (copies_of_ranks, gt.dtensor.distribute_tensor(whole, mesh, [gt.dtensor.Replicate()])),
             (among_dtensors, distribute_tensor(whole, theirs, [Shard(0)])))
 with differentiated_again() as names:
     for program, x in programs:
         torch.testing.assert_close(thrice(program, x.requires_grad_()).full_tensor(), expected)
-assert names >= {"PartOnMesh", "OwnPart", "_Crossing", "FromDTensor", "ToDTensor", "ToLocal", "Spread"}, names
+assert names >= {"PartOnMesh", "OwnPart", "OwnCopy", "_MeanOfRanks", "FromDTensor", "ToDTensor", "ToLocal",
+                 "Spread"}, names
 
 
 
