@@ -126,3 +126,52 @@ def test_a_complex_loss_needs_a_gradient_to_start_from(start):
         start(x.sum(), x)
     backward.backward(x.sum(), torch.ones((), dtype=torch.complex64))
     assert torch.equal(x.grad.full_tensor(), torch.ones(4, dtype=torch.complex64))
+
+
+def ops_on_lists():
+    """Ops in place: their name, how many lists they take, and what comes after these."""
+    for name in ("add", "sub", "mul", "div", "maximum", "minimum", "clamp_max", "clamp_min", "pow", "copy"):
+        yield f"_foreach_{name}_", 2, ()
+    yield from [("_foreach_addcmul_", 3, ()), ("_foreach_addcdiv_", 3, ([0.5],)), ("_foreach_lerp_", 2, (0.5,)),
+                ("_foreach_lerp_", 3, ())]
+
+
+def test_lists_are_refused_for_the_shapes_of_whole_tensors():
+    """Parts may fit by accident, as one element beside one, and write what nobody asked for."""
+    where, shapes = gt.placement("cpu", [0, 1]), [(4,), (2,), (1,), (4, 3), (2, 3), (1, 4), ()]
+    pairs = [(a, b) for a in shapes for b in shapes]
+    for name, lists, rest in ops_on_lists():
+        for own, other in pairs:
+            def call(make, own=own, other=other, op=getattr(torch, name), lists=lists, rest=rest):
+                op([make(own)], *[[make(other)] for _ in range(lists - 1)], *rest)
+
+            try:
+                call(torch.ones)
+                continue
+            except RuntimeError as error:
+                want = str(error)
+            for sbp in (*map(S, range(len(own))), B):
+                for its in (B, *map(S, range(len(other)))):
+                    mixed = iter([sbp] + [its] * lists)
+                    with pytest.raises(RuntimeError) as caught:
+                        call(lambda shape, mixed=mixed: gt.ones(shape, placement=where, sbp=next(mixed)))
+                    assert str(caught.value).split("\n")[0] == want, (name, own, other, sbp, its)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
+def test_a_fused_step_refuses_a_state_of_another_shape(optimizer):
+    """torch's kernel, which checks nothing, reads beyond its end."""
+    where = gt.placement("cpu", [0, 1])
+    options = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
+    states = []
+    for n in (2, 4):
+        p = torch.nn.Parameter(gt.ones(n, placement=where, sbp=S(0)))
+        p.grad = gt.ones(n, placement=where, sbp=S(0))
+        stepped = optimizer([p], lr=0.1, fused=True, **options)
+        if states:
+            stepped.load_state_dict(states[0])
+            with pytest.raises(gt.GlobalTensorError, match=r"has shape \(2,\), its parameter \(4,\)"):
+                stepped.step()
+        else:
+            stepped.step()
+            states.append(stepped.state_dict())

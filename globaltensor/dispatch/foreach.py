@@ -15,6 +15,7 @@ from globaltensor.algorithms.run import Run
 from globaltensor.dispatch.choose import choose, layouts
 from globaltensor.dispatch.recipe import Recipe, decide_aliases, spec_of_plain, written_operands
 from globaltensor.dispatch.scalars import mixed_placements
+from globaltensor.errors import GlobalTensorError
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Layout, Spec, spec
 from globaltensor.layouts.placement import placement
@@ -143,7 +144,7 @@ def _decide_elements(cls: type[GlobalLike], call: Call, lists: dict[str, list[An
         specs = tuple(t.spec if type(t) is cls else spec_of_plain(t, where) for t in tensors)
         # a model has hundreds of parameters, and few kinds of them
         if specs not in decided:
-            result = None if writes else _result(call, lists, i, specs[0].layout.replicated)
+            result = _result(call, lists, i, specs[0].layout.replicated)
             decided[specs] = _decide_element(call, list(tensors), specs, len(shared), result, writes)
         elements.append(decided[specs])
     return [wants for wants, _ in elements], [result for _, result in elements if result is not None]
@@ -175,8 +176,10 @@ def _placement_of_element(cls: type[GlobalLike], call: Call, i: int, tensors: tu
     return next(iter(places))
 
 
-def _result(call: Call, lists: dict[str, list[Any]], i: int, give: Layout) -> Spec:
-    """The spec of result i, by torch's meta kernel on that element alone."""
+def _result(call: Call, lists: dict[str, list[Any]], i: int, give: Layout) -> Spec | None:
+    """The spec of result i, by torch's meta kernel on that element alone; None where the first list is written.
+
+    It is asked then, too: shapes that do not fit may make parts that do, and a rank may hold no element at all."""
     count = len(next(iter(lists.values())))
     args, kwargs = [], {}
     for a in arguments(call.func):
@@ -192,8 +195,25 @@ def _result(call: Call, lists: dict[str, list[Any]], i: int, give: Layout) -> Sp
             kwargs[a.name] = value
         else:
             args.append(value)
-    (result,) = meta(call.func, args, kwargs)
+    if "_fused_" in call.func._schema.name:          # whose kernels check nothing, and of which most have no other
+        _check_state(call, lists, i)
+        return None
+    results = meta(call.func, args, kwargs)
+    if results is None:
+        return None
+    (result,) = results
     return spec(give, tuple(result.shape), result.stride(), result.dtype)
+
+
+def _check_state(call: Call, lists: dict[str, list[Any]], i: int) -> None:
+    """Refuse what an optimizer keeps for a parameter of another shape: its kernel would read beyond the end."""
+    of = tuple(call["self"][i].shape)
+    for name, tensors in lists.items():
+        had = tuple(tensors[i].shape)
+        if had != of and name != "state_steps":
+            raise GlobalTensorError(f"{call.func}: {name}[{i}] has shape {had}, its parameter {of}",
+                                    "what an optimizer keeps of a parameter, and its gradient, are of its shape",
+                                    "optimizer.load_state_dict() of a state that was saved for this model")
 
 
 def _meta_like(t: torch.Tensor) -> torch.Tensor:
