@@ -189,6 +189,32 @@ def test_arrays_are_read_only():
     assert torch.equal(x.full_tensor(), views.plain_x())
 
 
+CUTS = {"slice": lambda x: x[:, 1:], "step": lambda x: x[:, ::2], "transposed": lambda x: x.t()[:8].t(),
+        "row": lambda x: x[1]}
+
+
+@pytest.mark.parametrize("sbp", [S(0), S(1), B, P], ids=str)
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_windows_of_views(sbp, cut):
+    """torch.stft makes them by strides, of whatever it is given; where rows are whole, nothing moves."""
+    where, plain = gt.placement("cpu", [0, 1]), torch.rand(4, 24, dtype=torch.float64, requires_grad=True)
+    x = gt.from_full(plain.detach(), where, B).to_global(sbp=sbp).detach().requires_grad_()
+    options = {"window": torch.hann_window(6).double(), "center": False, "return_complex": True}
+    with gt.boxing("forbid" if sbp == B or sbp == S(0) and cut(x).dim() == 2 else "auto"):
+        got = torch.stft(cut(x), 6, 2, **options)
+    want = torch.stft(cut(plain), 6, 2, **options)
+    torch.testing.assert_close(got.full_tensor(), want)
+    for y in (got, want):
+        y.abs().sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+    if sbp != P:
+        written = gt.from_full(plain.detach(), where, sbp), plain.detach().clone()
+        for t in written:
+            row = cut(t)
+            row.as_strided((*row.shape[:-1], 2, 3), (*row.stride()[:-1], 3 * row.stride(-1), row.stride(-1))).fill_(7)
+        assert torch.equal(written[0].full_tensor(), written[1])
+
+
 @pytest.mark.parametrize("sbp", [S(0), S(1), B], ids=str)
 def test_as_strided_of_views(sbp):
     """Of the memory at the end of the chain; also written to. Of a view, no offset in its memory."""

@@ -272,10 +272,16 @@ def position_of(base: Spec, call: Call) -> _Position:
 
 def restride(call: Call, run: Run) -> Any:
     """as_strided of a tensor that must be boxed: sizes and strides speak of the memory at the end of the chain, so they
-    are those of a view of it, with its dims in their order in memory.
+    are those of a view of it, with its dims in their order in memory. Windows along a dim, as in torch.stft, are what
+    unfold views.
 
     Raises PlacementError where that has gaps, and for an offset in the memory of a view; torch's error beyond it.
     """
+    unfolded = _as_unfold(call)
+    if unfolded is not None:
+        dim, width, step = unfolded
+        return run(aten.slice.Tensor, run(aten.unfold.default, call["self"], dim, width, step), dim, 0,
+                   call["size"][dim])
     base, position = _base(call.tensors[0])
     dense = run(aten.permute.default, base, sorted(range(base.dim()), key=lambda d: -base.stride(d)))
     absolute, size, stride = call["storage_offset"], call["size"], call["stride"]
@@ -288,6 +294,20 @@ def restride(call: Call, run: Run) -> Any:
     if beyond:
         raise beyond
     return run.plain(Call(call.func, (dense, size, stride, offset), {}))
+
+
+def _as_unfold(call: Call) -> tuple[int, int, int] | None:
+    """The dim along which as_strided views windows of its operand, how wide they are and how far apart; None for what
+    else it may view."""
+    x, size, stride = call["self"], call["size"], call["stride"]
+    if call["storage_offset"] is not None or len(size) != x.dim() + 1 or not all(size):
+        return None
+    others = [n == size[d] and (step == stride[d] or n == 1) for d, (n, step) in enumerate(zip(x.shape, x.stride()))]
+    for d, own in enumerate(x.stride()):
+        if own and stride[-1] == own and stride[d] > 0 and not stride[d] % own and all(others[:d] + others[d + 1:]):
+            step = stride[d] // own
+            return (d, size[-1], step) if (size[d] - 1) * step + size[-1] <= x.shape[d] else None
+    return None
 
 
 class _Target:
