@@ -92,10 +92,10 @@ REFUSED = {
 }
 
 
-def refusal(program, x, g):
+def refusal(program, *args):
     """The error's type, and the first line of its text."""
     with pytest.raises(Exception) as caught:
-        program(x, g)
+        program(*args)
     return type(caught.value), str(caught.value).split("\n")[0]
 
 
@@ -126,6 +126,31 @@ def test_a_complex_loss_needs_a_gradient_to_start_from(start):
         start(x.sum(), x)
     backward.backward(x.sum(), torch.ones((), dtype=torch.complex64))
     assert torch.equal(x.grad.full_tensor(), torch.ones(4, dtype=torch.complex64))
+
+
+DTYPES_REFUSED = {
+    "softmax": lambda x: F.softmax(x, 0), "log_softmax": lambda x: F.log_softmax(x, 0),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "instance_norm": lambda x: F.instance_norm(x[None]), "group_norm": lambda x: F.group_norm(x, 1),
+    "max_pool2d": lambda x: F.max_pool2d(x[None], 3, 1, 1), "foreach_norm": lambda x: torch._foreach_norm([x], 1),
+    "logcumsumexp": lambda x: x.logcumsumexp(0),
+}
+
+
+@pytest.mark.parametrize("name", DTYPES_REFUSED)
+def test_dtypes_that_kernels_refuse(name):
+    """Also where the op is done by others, along a split dim, which take them."""
+    for dtype in (torch.int64, torch.int8, torch.bool, torch.complex64):
+        x = torch.arange(12).view(6, 2).to(dtype)
+        try:
+            DTYPES_REFUSED[name](x)
+            continue
+        except (NotImplementedError, RuntimeError) as error:
+            want = type(error), str(error).split("\n")[0]
+        for sbp in (S(0), S(1), B):
+            global_x = gt.from_full(x, gt.placement("cpu", [0, 1]), sbp)
+            assert refusal(DTYPES_REFUSED[name], global_x) == want, (dtype, sbp)
 
 
 def ops_on_lists():

@@ -360,7 +360,7 @@ def nll_mean(call: Call, run: Run) -> Any:
 def foreach_norm(call: Call, run: Run) -> Any:
     """The norms of many tensors: sums of powers of the parts, all reduced in one go, then the roots."""
     p = float(call["ord"])
-    if math.isinf(p) or p == 0:
+    if p in (0, math.inf, -math.inf) or not all(x.is_floating_point() or x.is_complex() for x in call.tensors):
         return [run(aten.linalg_vector_norm.default, x, p, None, False, dtype=call["dtype"]) for x in call.tensors]
     reduced = run.redistribute(call.tensors, [x.spec.layout.without_partials for x in call.tensors], "foreach_norm")
     dtypes = [call["dtype"] or x.dtype for x in reduced]

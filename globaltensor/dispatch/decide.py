@@ -17,7 +17,7 @@ from globaltensor.algorithms.offer import Offer
 from globaltensor.algorithms.run import Decomposition
 from globaltensor.dispatch import foreach
 from globaltensor.dispatch.choose import Contest, layouts
-from globaltensor.dispatch.kernel_errors import of_zeros, refuse_by_kernel, rule_of
+from globaltensor.dispatch.kernel_errors import of_zeros, refuse_by_kernel, refuse_dtypes, rule_of
 from globaltensor.dispatch.op_errors import refuse_collectives
 from globaltensor.dispatch.other_devices import check_device, decide_elsewhere
 from globaltensor.dispatch.out_of_place import may_move_result, offer_result
@@ -80,6 +80,7 @@ def decide(cls: type[GlobalLike], func: OpOverload, args: Sequence[Any], kwargs:
     if elsewhere is not None:
         return elsewhere
     if line is not None and decomposition is not None and line.offer is None and line.applies(call):
+        refuse_dtypes(call, [t.spec if type(t) is cls else spec_of_plain(t, where) for t in call.tensors])
         return decomposition
     decision = _decide_by_rule(cls, call, line, where, len(args), beside=True)
     return restride if func is _as_strided and isinstance(decision, Recipe) and decision.boxes_view else decision
@@ -136,6 +137,8 @@ def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where:
         choice = _contest(line, call, operands, results, written, beside).choice()
         if isinstance(choice, Offer):
             by_line = line.decomposition if line.offer is not None else None
+            if by_line is not None:
+                refuse_dtypes(call, operands)
             return by_line or WriteResult(choice.wants)
         _follow(choice, recipe, line, call, operands, results)
     recipe.wants = tuple(None if type(t) is cls and want is own.layout else want

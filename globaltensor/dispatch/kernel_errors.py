@@ -11,15 +11,17 @@ from globaltensor.layouts.layout import Spec
 from globaltensor.op_table.line import Line
 from globaltensor.rules.call import Call
 from globaltensor.rules.language import Rule
-from globaltensor.runtime.torch_internals import tree_map_only
+from globaltensor.runtime.torch_internals import OpOverload, is_composite, tree_map_only
 
-_MOST_ZEROS = 2**24
+_MOST_ZEROS, _FEW_ZEROS = 2**24, 2**20
+_taken: set[tuple[OpOverload, tuple[torch.dtype, ...]]] = set()      # by kernels, as they have shown
 
 
 def of_zeros(call: Call, operands: list[Spec]) -> Any:
     """What the op itself returns for zeros, or raises. Of an empty operand torch's kernels take what its shape
     functions refuse, such as a product of two dtypes, or rows that no index names."""
-    zeros = [torch.zeros((), dtype=own.dtype, device="cpu").expand(own.shape) for own in operands]
+    zeros = [torch.zeros(own.shape if own.numel <= _FEW_ZEROS else (), dtype=own.dtype, device="cpu").expand(own.shape)
+             for own in operands]
     for i in written_operands(call):                 # to memory of their own
         zeros[i] = torch.zeros(operands[i].shape, dtype=operands[i].dtype, device="cpu")
     args, kwargs = call.arguments_with(zeros)
@@ -35,11 +37,32 @@ def refuse_by_kernel(call: Call, operands: list[Spec]) -> None:
         return
     try:
         of_zeros(call, operands)
-    except NotImplementedError:                      # of a CPU, on which the call need not run
-        return
+    except NotImplementedError as error:             # of a CPU, on which the call need not run
+        if operands[0].placement.type == "cpu" and "not implemented for" in str(error):
+            raise error from None
     except Exception as error:
         if "INTERNAL ASSERT" not in str(error):      # a kernel that did not think of it
             raise error from None
+
+
+def refuse_dtypes(call: Call, operands: list[Spec]) -> None:
+    """Raise what the kernel says of dtypes that it does not take, before the op is done by others, which may take them:
+    softmax of integers by their maximum and a sum. It is asked once for an op and dtypes; not of floating-point
+    operands, and of no op that would draw random numbers."""
+    func, dtypes = call.func, tuple(own.dtype for own in operands)
+    if (func, dtypes) in _taken or dtypes[0].is_floating_point or func.namespace != "aten" or is_composite(func) or (
+            torch.Tag.nondeterministic_seeded in func.tags or operands[0].placement.type != "cpu"):
+        return
+    if any(own.symbolic or not own.numel or own.numel > _FEW_ZEROS for own in operands):
+        return                                       # of an empty one kernels take any dtype
+    try:
+        of_zeros(call, operands)
+    except NotImplementedError as error:
+        if "not implemented for" in str(error):
+            raise error from None
+    except Exception:                                # of zeros, such as a matrix that has no inverse
+        return
+    _taken.add((func, dtypes))
 
 
 def rule_of(line: Line, call: Call, operands: list[Spec]) -> Rule:
