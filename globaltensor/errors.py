@@ -13,6 +13,7 @@ import math
 import os
 import re
 import sys
+import threading
 import traceback
 import warnings
 import zlib
@@ -46,8 +47,18 @@ def line_of_program() -> str:
     return where(frame or inner)
 
 
+_thread = threading.local()                          # `line`: of the program, on whose behalf the thread runs
+
+
+def act_for(line: str) -> None:
+    """This thread is one of ours, and has no frame of the program: `where()` is this line from now on."""
+    _thread.line = line
+
+
 def where(frame: FrameType | None = None) -> str:
     """`file:line` of the user's innermost frame, at or above `frame` (default: the caller)."""
+    if frame is None and (line := getattr(_thread, "line", "")):
+        return str(line)
     frame = _call_of_program(sys._getframe(1) if frame is None else frame)
     return f"{_name_to_show(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "<unknown>"
 

@@ -923,6 +923,26 @@ def test_a_save_that_fails_is_told_and_leaves_the_one_before(tmp_path, monkeypat
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_errors_of_our_threads_have_the_line_of_the_program(threads, tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_files, "threads", lambda: threads)
+    save({"x": torch.arange(100.0), "y": torch.arange(50.0)}, tmp_path)
+    (tmp_path / "latest").write_text("damaged")
+
+    def unreadable(*_):
+        raise OSError(errno.EIO, "a bad disk")
+
+    monkeypatch.setattr(tensor_files.TensorFile, "hash", unreadable)
+    monkeypatch.setattr(folders, "publish", lambda *_: folders.latest(tmp_path))
+    calls = [lambda: load({"x": torch.zeros(100), "y": torch.zeros(50)}, tmp_path / "step-00000001")]
+    calls.append(lambda: save({"x": torch.zeros(2)}, tmp_path))
+    calls.append(lambda: save({"x": torch.zeros(2)}, tmp_path, asynchronous=True).wait())
+    for call in calls:
+        with pytest.raises(CheckpointError) as error:
+            call()
+        assert error.value.where.endswith(f"test_checkpoint.py:{call.__code__.co_firstlineno}"), error.value
+
+
 def test_a_rank_that_never_writes_ends_the_wait_of_others(tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "TIMEOUT", 0.2)
     monkeypatch.setattr(saving.Saving, "_write", lambda self: None)

@@ -37,7 +37,7 @@ from globaltensor.checkpoint.pieces import (
 )
 from globaltensor.checkpoint.remote import Folder, folder_at
 from globaltensor.checkpoint.tree import FlatState, flatten
-from globaltensor.errors import ErrorNote, counted, expect, in_short, warn, where
+from globaltensor.errors import ErrorNote, act_for, counted, expect, in_short, warn, where
 from globaltensor.layouts.regions import slices
 from globaltensor.runtime.agreement import broadcast_object, checksum, gather_objects
 from globaltensor.runtime.deadlock import patience, rank_names
@@ -149,6 +149,7 @@ class Saving:
         return self.wait_until_written()
 
     def _run(self) -> None:
+        act_for(self._at)
         try:
             self._write()
             old: list[Folder] = []
@@ -165,7 +166,7 @@ class Saving:
         except BaseException as error:               # SystemExit, too, would end the thread as if all were well
             note = ErrorNote.of(error, "writing it")
             self._fail(CheckpointError(f"{self.path} could not be written: {type(error).__name__}: {error}",
-                                       note.why, note.fix, at=self._at), error)
+                                       note.why, note.fix), error)
         finally:
             self._data = {}
             self._written.set()
@@ -224,7 +225,7 @@ class Saving:
             text = (self._temporary / name).read_bytes().decode() or "without a message"
             what, _, why = text.partition("\n")
             raise CheckpointError(f"{self.path} was not written: {what}",
-                                  why or f"the file {name} is in {self._temporary}", at=self._at)
+                                  why or f"the file {name} is in {self._temporary}")
 
     def _published(self) -> bool:
         latest = folders.latest(self.path.parent)
@@ -267,17 +268,17 @@ class Saving:
                     self._raise_if(failure)
                     raise CheckpointError(f"{self.path} was not written: {first_lost(loss).how}",
                                           f"rank {self._rank} waited for it {what}",
-                                          "look at its own error, and at what its host says of it", at=self._at)
+                                          "look at its own error, and at what its host says of it")
                 if not (self._temporary.is_dir() or self.path.is_dir() or ready()):
                     raise CheckpointError(f"{self.path} was not written: its folder has been removed",
                                           "rank 0 gave it up, or somebody else deleted it",
-                                          "look at the first error of rank 0", at=self._at)
+                                          "look at the first error of rank 0")
             waited = time_now - began
             # rank 0 says which rank it waited for in vain: the others, who wait for rank 0, let it
             if waited > min(TIMEOUT, patience()) + (0 if self._rank == 0 else _GRACE):
                 raise CheckpointError(f"{self.path} was not written: waited {waited:.0f} seconds for rank {rank} "
                                       f"{what}", stacks_of([rank]), "gt.init(timeout=...) where its disk may take "
-                                      "longer", at=self._at)
+                                      "longer")
             # adds 2% at most; a store is asked over a network, and may charge for it
             time.sleep(min(max(0.001, waited / 50), 0.05 if isinstance(self.path, Path) else 1.0))
 

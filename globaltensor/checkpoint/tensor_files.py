@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from globaltensor.checkpoint.hashes import KINDS
+from globaltensor.errors import act_for, where
 from globaltensor.layouts.layout import Shape
 from globaltensor.runtime.memory import flat_bytes
 from globaltensor.runtime.process_limits import allow_files
@@ -62,7 +63,7 @@ def workers() -> Iterator[Callable[..., Iterable[Any]]]:
     if threads() == 1:
         yield map
         return
-    with ThreadPoolExecutor(threads()) as pool:
+    with ThreadPoolExecutor(threads(), initializer=act_for, initargs=(where(),)) as pool:
         yield pool.map
 
 
