@@ -51,6 +51,13 @@ def write_atomically(path: Folder, data: bytes, durable: bool = True) -> None:
 
     `durable` False: still atomic, but not fsynced; for what matters only while the writer is alive.
     """
+    replace_file(path, data, durable)
+    if durable and isinstance(path, Path):
+        sync(path.parent)
+
+
+def replace_file(path: Folder, data: bytes, durable: bool = True) -> None:
+    """The same, but for the name: a crash of the host may bring back what had it before, until its folder is synced."""
     if isinstance(path, RemotePath):
         path.write_bytes(data)
         return
@@ -62,8 +69,6 @@ def write_atomically(path: Folder, data: bytes, durable: bool = True) -> None:
             if durable:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
-    if durable:
-        sync(path.parent)
 
 
 def make_folder(folder: Folder, name: str, data: bytes) -> None:
@@ -73,8 +78,12 @@ def make_folder(folder: Folder, name: str, data: bytes) -> None:
         return
     hidden = folder.with_name(f".{folder.name}")
     hidden.mkdir()
-    write_atomically(hidden / name, data, durable=False)
-    os.rename(hidden, folder)
+    try:
+        write_atomically(hidden / name, data, durable=False)
+        os.rename(hidden, folder)
+    except BaseException:
+        remove_or_age(hidden)
+        raise
 
 
 def sync(path: Path) -> None:
@@ -99,6 +108,19 @@ def remove(path: Folder) -> None:
     while path.exists():
         with suppress(FileNotFoundError):
             shutil.rmtree(path)
+
+
+def remove_or_age(path: Folder) -> Exception | None:
+    """Delete what is of no use any more. What cannot be deleted is old from now on, so that the next save does it; why
+    it cannot."""
+    try:
+        remove(path)
+    except Exception as error:
+        with suppress(Exception):
+            if isinstance(path, Path):
+                os.utime(path, (0, 0))
+        return error
+    return None
 
 
 def read_regular(path: Folder) -> bytes:

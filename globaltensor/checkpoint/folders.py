@@ -19,8 +19,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from globaltensor.checkpoint.files import read_regular, remove, sync, temporary_name, write_atomically
-from globaltensor.checkpoint.lease import LEASE, Lease, is_new, is_orphan, writer
+from globaltensor.checkpoint.files import read_regular, remove, replace_file, sync, temporary_name, write_atomically
+from globaltensor.checkpoint.lease import Lease, is_new, is_orphan, writer
 from globaltensor.checkpoint.manifest import CheckpointError
 from globaltensor.checkpoint.remote import Folder, RemotePath
 from globaltensor.errors import warn
@@ -60,7 +60,11 @@ def start_version(directory: Folder) -> Lease:
             name = f"step-{max(taken, default=0) + 1:08d}"
             folder = temporary_name(directory / name)
             lease = Lease(folder)
-            other = _other_writer(directory, folder)
+            try:
+                other = _other_writer(directory, folder)
+            except BaseException:
+                lease.discard()
+                raise
         if not other:
             assert lease is not None
             return lease
@@ -95,15 +99,44 @@ def _is_unfinished(path: Folder) -> bool:
     return _LEFTOVER.fullmatch(path.name) is not None
 
 
-def publish(folder: Folder, final: Folder, manifest: bytes, digest: str) -> None:
-    """The version in `folder`, whose other files are on the disk, becomes the latest one."""
-    write_atomically(folder / MANIFEST, manifest)
+def publish(lease: Lease, final: Folder, manifest: bytes, digest: str) -> None:
+    """The version in the folder of the lease, whose other files are on the disk, becomes the latest one."""
+    write_atomically(lease.folder / MANIFEST, manifest)
     # from here on the version can be named; `load(directory)` still takes the one before, until `latest` is replaced
+    lease.stop()
     if isinstance(final, Path):
-        os.rename(str(folder), final)
+        lease.move(final)
         sync(final.parent)
-    write_atomically(final.parent / LATEST, f"{final.name} {digest}\n".encode())
-    (final / LEASE).unlink()                         # only now: until then no other job writes `latest`
+    try:
+        replace_file(final.parent / LATEST, f"{final.name} {digest}\n".encode())
+    except Exception:                                # a file server may have done it, but not have said so
+        if not _is_published(final):
+            raise
+
+
+def _is_published(final: Folder) -> bool:
+    with suppress(Exception):                        # it cannot be read, either
+        named = latest(final.parent)
+        return named is not None and named[0] == final
+    return False
+
+
+def settle(lease: Lease) -> None:
+    """What is left to do behind that. Nothing that fails here takes the version back: other ranks have seen it."""
+    try:
+        if isinstance(lease.folder, Path):
+            sync(lease.folder.parent)
+    finally:
+        lease.end()                                  # only now: until then no other job writes `latest`
+
+
+def take_back(lease: Lease, temporary: Folder) -> None:
+    """What `latest` does not name is not a version any more, if it was one. Raises nothing; needs no room."""
+    with suppress(Exception):
+        if lease.folder != temporary:
+            lease.move(temporary)
+    with suppress(Exception):
+        (lease.folder / MANIFEST).unlink(missing_ok=True)
 
 
 def retire_old(directory: Folder, keep: int) -> list[Folder]:

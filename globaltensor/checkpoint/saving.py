@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,26 +20,25 @@ from typing import Any
 
 import torch
 
-from globaltensor.boxings.redistribute import redistribute
 from globaltensor.checkpoint import folders
 from globaltensor.checkpoint.collective import collective_try
-from globaltensor.checkpoint.files import remove, write_atomically
+from globaltensor.checkpoint.files import remove_or_age, write_atomically
 from globaltensor.checkpoint.lease import Lease
 from globaltensor.checkpoint.manifest import CheckpointError, Entry, Manifest, SavedPiece, dump_manifest, parse_manifest
-from globaltensor.checkpoint.pieces import (
-    PieceToWrite,
-    assign_writers,
-    check_dtype,
-    local_parts,
-    need_safetensors,
-    write_hashed,
-)
+from globaltensor.checkpoint.marks import Marks
+from globaltensor.checkpoint.pieces import PieceToWrite, assign_writers, need_safetensors, write_hashed
 from globaltensor.checkpoint.remote import Folder, folder_at
-from globaltensor.checkpoint.tree import FlatState, flatten
-from globaltensor.errors import ErrorNote, act_for, counted, expect, in_short, warn, where
-from globaltensor.layouts.regions import slices
-from globaltensor.runtime.agreement import broadcast_object, checksum, gather_objects
-from globaltensor.runtime.deadlock import patience, rank_names
+from globaltensor.checkpoint.state_to_save import (
+    check_same_values,
+    checked_flat,
+    data_to_write,
+    state_in_a_line,
+    with_sums_reduced,
+)
+from globaltensor.checkpoint.tree import FlatState
+from globaltensor.errors import ErrorNote, act_for, counted, expect, in_short, message_of, warn, where
+from globaltensor.runtime.agreement import broadcast_object
+from globaltensor.runtime.deadlock import patience
 from globaltensor.runtime.liveness import first_lost, lost_rank, stacks_of
 from globaltensor.runtime.progress import progress
 from globaltensor.runtime.world import world, world_size
@@ -52,6 +50,7 @@ TIMEOUT = 1800.0                                     # seconds for which a rank 
 _GRACE = 2.0
 _CLEARS = 10.0                                       # seconds in which ranks are told that a save has failed
 _LOOK = 0.25                                         # seconds between looks whether they live
+_AWAY = 5.0                                          # seconds for which the folder may not be readable
 _running: dict[Folder, Saving] = {}                  # the last save into each directory, which may still be in progress
 
 
@@ -78,22 +77,22 @@ def save_folder(state: Any, directory: str | os.PathLike[str], *, asynchronous: 
     _join_earlier(path)
     if keep is not None and (type(keep) is not int or keep < 1):
         raise CheckpointError(f"keep={keep!r}", "the new version is always kept", "keep=2")
-    flat = collective_try("saving a checkpoint", lambda: _checked_flat(state),
-                          lambda flat: f"{_summary(flat)}, into {path}")
-    _check_same_values(flat)
-    tensors = _without_partials(flat.tensors)
+    flat = collective_try("saving a checkpoint", lambda: checked_flat(state),
+                          lambda flat: f"{state_in_a_line(flat)}, into {path}")
+    check_same_values(flat)
+    tensors = with_sums_reduced(flat.tensors)
     pieces = assign_writers(tensors, range(world_size()))
-    lease = collective_try("making the folder of a checkpoint",
-                           lambda: folders.start_version(path) if world().rank == 0 else None)
+    held: list[Lease] = []
     try:
+        collective_try("making the folder of a checkpoint",
+                       lambda: held.append(folders.start_version(path)) if world().rank == 0 else None)
+        lease = held[0] if held else None
         temporary = path / broadcast_object(lease.folder.name if lease else "", 0, "naming a checkpoint")
         data = collective_try("copying what a checkpoint is to hold",
-                              lambda: _data_to_write(tensors, pieces, asynchronous, temporary))
+                              lambda: data_to_write(tensors, pieces, asynchronous, temporary))
     except BaseException:
-        if lease is not None:
-            lease.give_up()
-            with suppress(Exception):                # the error that is raised says more
-                remove(lease.folder)
+        for lease in held:
+            lease.discard()
         raise
     _log.info("saving %s into %s%s", counted(len(tensors), "tensor"), path,
               " while the program goes on" if asynchronous else "")
@@ -111,17 +110,24 @@ class Saving:
                  keep: int | None) -> None:
         self.path = temporary.parent / temporary.name.partition(".")[0]
         self._temporary, self._lease, self._data, self._keep, self._at = temporary, lease, data, keep, where()
+        self._marks = Marks(temporary, self.path)
         first: dict[int, str] = {}                   # tied tensors share the pieces of the first name
         self._names = {name: first.setdefault(id(t), name) for name, t in tensors.items()}
         self._state, self._random = flat.state, torch.get_rng_state().numpy().tobytes().hex()
         self._entries = {name: (t.dtype, tuple(t.shape), isinstance(t, GlobalTensor)) for name, t in tensors.items()}
         self._error: CheckpointError | None = None
         self._reported = False
+        self._troubles: list[str] = []               # of a version that is saved, which nobody was told of yet
         self._ranks_written = 0                      # that rank 0 knows of
         self._rank, self._ranks = world().rank, world_size()
         self._written = threading.Event()            # or failed
         self._thread = threading.Thread(target=self._run, name=f"saving {self.path.name}")
-        self._thread.start()                         # not a daemon: a program that ends waits for it
+        try:
+            self._thread.start()                     # not a daemon: a program that ends waits for it
+        except RuntimeError as error:                # no more threads
+            for rank in data:
+                self._marks.leave(f"rank-{rank}.failed", f"rank {rank}: {error}")
+            self._fail(error)
 
     def __repr__(self) -> str:
         return f"Saving({str(self.path)!r}, {'done' if self.done else 'in progress'})"
@@ -141,91 +147,120 @@ class Saving:
         self._reported = True
         if self._error is not None:
             raise self._error
+        self._warn()
         return self.path
 
     def wait(self) -> Folder:
         """The same, and until old versions are deleted."""
-        self._thread.join()
-        return self.wait_until_written()
+        self.wait_until_written()
+        self._join()
+        self._warn()
+        return self.path
+
+    def join_and_warn(self) -> None:
+        """Before the next save: wait until it has ended. An error that nobody was told of becomes a warning."""
+        self._join()
+        self._warn()
+        if self._error is not None and not self._reported:
+            warn(f"an earlier save failed: {self._error.what}", RuntimeWarning)
+
+    def _join(self) -> None:
+        if self._thread.ident is not None:           # it has begun
+            self._thread.join()
+
+    def _warn(self) -> None:
+        while self._troubles:
+            warn(self._troubles.pop(0), RuntimeWarning)
 
     def _run(self) -> None:
         act_for(self._at)
         try:
-            self._write()
-            old: list[Folder] = []
-            if self._rank == 0:
-                old = self._commit()
-            else:
-                self._await(self._published, "failed", 0, "to finish")
+            try:
+                self._write()
+                if self._rank == 0:
+                    self._commit()
+                else:
+                    self._await(self._published, "failed", 0, "to finish")
+            except BaseException as error:           # SystemExit, too, would end the thread as if all were well
+                self._fail(error)
+                return
+            old = self._settle() if self._lease is not None else []
             _log.info("saved %s", self.path)
             self._written.set()
             for folder in old:
-                remove(folder)
-        except CheckpointError as error:             # raised by wait(): a thread has no caller
-            self._fail(error, None)
-        except BaseException as error:               # SystemExit, too, would end the thread as if all were well
-            note = ErrorNote.of(error, "writing it")
-            self._fail(CheckpointError(f"{self.path} could not be written: {type(error).__name__}: {error}",
-                                       note.why, note.fix), error)
+                if (kept := remove_or_age(folder)) is not None:
+                    self._note_trouble(f"{folder} could not be deleted", kept)
         finally:
             self._data = {}
             self._written.set()
 
-    def _fail(self, error: CheckpointError, cause: BaseException | None) -> None:
-        error.__cause__ = cause
-        _log.info("not saved: %s", error.what)
-        self._error = error
-        if self._lease is not None:
-            of_rank = f"rank {self._rank}: {type(cause).__name__}: {cause}"
-            what = of_rank if cause else error.what.removeprefix(f"{self.path} was not written: ")
-            self._mark("failed", f"{what}\n{error.why or ''}")
-            self._lease.give_up()
-            self._clear_up()
-        else:
-            self._mark(f"rank-{self._rank}.told", "")
+    def _settle(self) -> list[Folder]:
+        """What is left to do of a version that is saved; what is left of old ones, to be deleted."""
+        assert self._lease is not None
+        try:
+            folders.settle(self._lease)
+            return folders.retire_old(self.path.parent, self._keep) if self._keep is not None else []
+        except Exception as error:                   # the other ranks have seen that it is saved, and go on
+            self._note_trouble("not all was done that comes behind that", error)
+            return []
 
-    def _clear_up(self) -> None:
+    def _note_trouble(self, what: str, error: BaseException) -> None:
+        """Of a version that is saved. A thread has no caller: the next call of the program warns."""
+        self._troubles.append(f"{self.path} is saved, but {what}: {type(error).__name__}: {error}")
+        _log.info("%s", self._troubles[-1])
+
+    def _fail(self, error: BaseException) -> None:
+        """Keep what `wait` will raise, tell the other ranks, and delete what was written."""
+        if isinstance(error, CheckpointError):
+            self._error = error
+            note = f"{error.what.removeprefix(f'{self.path} was not written: ')}\n{error.why}"
+        else:
+            note = f"rank {self._rank}: {type(error).__name__}: {error}\n"
+            advice = ErrorNote.of(error, "writing it")
+            self._error = CheckpointError(f"{self.path} could not be written: {type(error).__name__}: {error}",
+                                          advice.why, advice.fix)
+            self._error.__cause__ = error
+        _log.info("not saved: %s", self._error.what)
+        if self._lease is not None:
+            folders.take_back(self._lease, self._temporary)
+            self._marks.leave("failed", note)
+            self._lease.give_up()
+            self._clear_up(self._lease)
+        else:
+            self._marks.leave(f"rank-{self._rank}.told", "told")
+        self._written.set()
+
+    def _clear_up(self, lease: Lease) -> None:
         """Delete what was written, as soon as each rank is told why, or is lost; until then some may still write. Where
         that takes too long, the next save does it."""
         others = [] if world().single_process else [rank for rank in range(self._ranks) if rank != self._rank]
         if others:
             self._written.set()                      # nobody waits here for that
         limit = time.monotonic() + _CLEARS
-        with suppress(Exception):                    # a lost store, say: the error of the save says more
-            while others and time.monotonic() < limit:
-                others = [rank for rank in others if not (self._temporary / f"rank-{rank}.told").exists()
+        while others and time.monotonic() < limit:
+            with suppress(Exception):                # it may be read again soon; the error of the save says more
+                others = [rank for rank in others if not self._marks.is_there(f"rank-{rank}.told")
                           and lost_rank([rank]) is None]
-                time.sleep(0.02)
-            if not others:
-                remove(self._temporary)
+            time.sleep(0.02)
+        if others:
+            lease.give_up()                          # what ranks wrote meanwhile makes it no new one
+        else:
+            lease.discard()
 
     def _write(self) -> None:
         """Write the file of each rank that this process drives, then its mark."""
         for rank in list(self._data):
-            data = self._data.pop(rank)
-            file = f"rank-{rank:05d}.safetensors"
             try:
+                data = self._data.pop(rank)
+                file = f"rank-{rank:05d}.safetensors"
                 by_key = {piece.key: t for piece, t in data.items()}
                 hashes = write_hashed(self._temporary / file, by_key) if data else {}
+                written = [[piece.name, file, piece.key, piece.region, hashes[piece.key]] for piece in data]
+                write_atomically(self._temporary / f"rank-{rank}.done", json.dumps(written).encode(), durable=False)
             except BaseException as error:
-                self._mark(f"rank-{rank}.failed", f"rank {rank}: {type(error).__name__}: {in_short(str(error))}")
+                self._marks.leave(f"rank-{rank}.failed",
+                                  f"rank {rank}: {type(error).__name__}: {in_short(message_of(error))}")
                 raise
-            written = [[piece.name, file, piece.key, piece.region, hashes[piece.key]] for piece in data]
-            write_atomically(self._temporary / f"rank-{rank}.done", json.dumps(written).encode(), durable=False)
-
-    def _mark(self, name: str, text: str) -> None:
-        with suppress(Exception):                    # it only tells others sooner
-            try:
-                write_atomically(self._temporary / name, text.encode(), durable=False)
-            except OSError:                          # of a full disk, on which there is still room for a name
-                (self._temporary / name).write_bytes(b"")
-
-    def _raise_if(self, name: str) -> None:
-        if (self._temporary / name).exists():
-            text = (self._temporary / name).read_bytes().decode() or "without a message"
-            what, _, why = text.partition("\n")
-            raise CheckpointError(f"{self.path} was not written: {what}",
-                                  why or f"the file {name} is in {self._temporary}")
 
     def _published(self) -> bool:
         latest = folders.latest(self.path.parent)
@@ -233,8 +268,8 @@ class Saving:
         return latest is not None and latest[0].name >= self.path.name and (
             latest[0] == self.path or (self.path / folders.MANIFEST).is_file())
 
-    def _commit(self) -> list[Folder]:
-        """Wait for all ranks, assemble the manifest, publish. Returns what is left of old versions, to be deleted."""
+    def _commit(self) -> None:
+        """Wait for all ranks, assemble the manifest, publish."""
         pieces: dict[str, list[SavedPiece]] = {}
         for rank in range(self._ranks):
             mark = self._temporary / f"rank-{rank}.done"
@@ -249,31 +284,25 @@ class Saving:
         for rank in range(self._ranks):
             (self._temporary / f"rank-{rank}.done").unlink()
         assert self._lease is not None               # rank 0 has it
-        self._lease.stop()
-        folders.publish(self._temporary, self.path, data, hashlib.sha256(data).hexdigest())
-        return folders.retire_old(self.path.parent, self._keep) if self._keep is not None else []
+        folders.publish(self._lease, self.path, data, hashlib.sha256(data).hexdigest())
+        self._marks.note_saved()
 
     def _await(self, ready: Callable[[], bool], failure: str, rank: int, what: str) -> None:
         """Wait for that rank until it is `ready`. Raises the error that the file `failure` tells of, as soon as there
         is one, and where the rank is lost."""
-        began = looked = time.monotonic()
-        while not ready():
-            self._raise_if(failure)
-            time_now = time.monotonic()
-            if time_now - looked > _LOOK:
-                looked = time_now
-                loss = lost_rank([rank])
-                # it may have finished, and its program too, since it was not ready
-                if loss is not None and not ready():
-                    self._raise_if(failure)
-                    raise CheckpointError(f"{self.path} was not written: {first_lost(loss).how}",
-                                          f"rank {self._rank} waited for it {what}",
-                                          "look at its own error, and at what its host says of it")
-                if not (self._temporary.is_dir() or self.path.is_dir() or ready()):
-                    raise CheckpointError(f"{self.path} was not written: its folder has been removed",
-                                          "rank 0 gave it up, or somebody else deleted it",
-                                          "look at the first error of rank 0")
-            waited = time_now - began
+        began = looked = seen = time.monotonic()
+        while True:
+            now = time.monotonic()
+            closely = now - looked > _LOOK
+            looked = now if closely else looked
+            ready_now = self._look(ready, failure, rank, what, closely)
+            if ready_now is True:
+                return
+            if ready_now is False:
+                seen = now
+            elif now - seen > _AWAY:                 # a file server may be away for a moment
+                raise ready_now
+            waited = now - began
             # rank 0 says which rank it waited for in vain: the others, who wait for rank 0, let it
             if waited > min(TIMEOUT, patience()) + (0 if self._rank == 0 else _GRACE):
                 raise CheckpointError(f"{self.path} was not written: waited {waited:.0f} seconds for rank {rank} "
@@ -282,91 +311,46 @@ class Saving:
             # adds 2% at most; a store is asked over a network, and may charge for it
             time.sleep(min(max(0.001, waited / 50), 0.05 if isinstance(self.path, Path) else 1.0))
 
+    def _look(self, ready: Callable[[], bool], failure: str, rank: int, what: str, closely: bool) -> bool | Exception:
+        """Is it ready? An exception where that cannot be seen. Raises CheckpointError where it will never be."""
+        unseen: Exception | None = None
+        try:
+            if ready():
+                return True
+        except Exception as error:
+            unseen = error
+            if self._rank != 0 and closely and self._marks.is_noted_saved():
+                return True
+        try:
+            self._raise_if(failure, closely)         # also then: rank 0 may have found the same
+            gone = closely and not (self._temporary.is_dir() or self.path.is_dir())
+        except CheckpointError:
+            raise
+        except Exception as error:
+            unseen = unseen or error
+        if unseen is not None or not closely:
+            return unseen or False
+        loss = lost_rank([rank])
+        if loss is None and not gone or ready():     # it may have finished, and its program too, since it was not ready
+            return False
+        self._raise_if(failure)
+        if loss is not None:
+            raise CheckpointError(f"{self.path} was not written: {first_lost(loss).how}",
+                                  f"rank {self._rank} waited for it {what}",
+                                  "look at its own error, and at what its host says of it")
+        raise CheckpointError(f"{self.path} was not written: its folder has been removed",
+                              "rank 0 gave it up, or somebody else deleted it", "look at the first error of rank 0")
+
+    def _raise_if(self, failure: str, closely: bool = True) -> None:
+        text = self._marks.find(failure, closely)
+        if text is not None:
+            what, _, why = text.partition("\n")
+            raise CheckpointError(f"{self.path} was not written: {what}",
+                                  why or f"the file {failure} is in {self._temporary}")
+
 
 def _join_earlier(path: Folder) -> None:
     """One save at a time into a directory; the error of one that nobody waited for becomes a warning."""
     earlier = _running.pop(path, None)
     if earlier is not None:
-        earlier._thread.join()
-        if earlier._error is not None and not earlier._reported:
-            warn(f"an earlier save failed: {earlier._error.what}", RuntimeWarning)
-
-
-def _checked_flat(state: Any) -> FlatState:
-    flat = flatten(state)
-    for name, t in flat.tensors.items():
-        check_dtype(name, t)
-    return flat
-
-
-def _summary(flat: FlatState) -> str:
-    """What must be the same on all processes, in one line."""
-    rows = [f"{name}: " + (str(t.spec) if isinstance(t, GlobalTensor) else f"{list(t.shape)} {t.dtype}")
-            for name, t in flat.tensors.items()]
-    return f"{len(rows)} tensors, with checksum {zlib.crc32(chr(10).join(rows).encode()):08x}"
-
-
-def _check_same_values(flat: FlatState) -> None:
-    """Plain tensors and values are written once, so ranks with different ones would lose theirs: raise instead."""
-    if world().single_process:
-        return
-
-    checksums = {name: checksum(t) for name, t in flat.tensors.items() if not isinstance(t, GlobalTensor)}
-    checksums |= {f"the plain value {path}": zlib.crc32(json.dumps(value).encode())
-                  for path, value in _plain_values(flat.state)}
-    totals = gather_objects((zlib.crc32(repr(checksums).encode()),), "comparing the plain values of a checkpoint")
-    if len(set(totals)) == 1:
-        return
-    replies = gather_objects((checksums,), "naming the plain values of a checkpoint that differ")
-    alone = [f"{name} (on {rank_names(on)})" for name in sorted({name for (theirs,) in replies for name in theirs})
-             if len(on := [r for r, (theirs,) in enumerate(replies) if name in theirs]) < len(replies)]
-    if alone:
-        raise CheckpointError(f"only some of the ranks have {', '.join(alone[:8])} in the state",
-                              "a checkpoint has the same keys on all ranks: what is plain is written once",
-                              "the same keys on every rank, not one for each rank; for what is of one rank alone, a "
-                              "list of all ranks' values, under one key")
-    names = [name for name in checksums if len({theirs[name] for (theirs,) in replies}) > 1]
-    raise CheckpointError(f"the ranks differ in {', '.join(names[:8]) or 'the order of keys'} of the state",
-                          "plain tensors and values are written once, so they must be the same",
-                          "a list of all ranks' values, or a global tensor: x.to_global(placement, gt.sbp.split(0))")
-
-
-def _plain_values(node: Any, path: str = "") -> list[tuple[str, Any]]:
-    """The leaves of an encoded state."""
-    if isinstance(node, dict) and "dict" in node:
-        return [leaf for k, v in node["dict"].items() for leaf in _plain_values(v, f"{path}/{k}" if path else k)]
-    return [(path, node)]
-
-
-def _without_partials(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same with pending sums reduced, all in one boxing."""
-    pending = {id(t): t for t in tensors.values() if isinstance(t, GlobalTensor) and t.spec.layout.partial}
-    if not pending:
-        return tensors
-    dsts = [t.spec.layout.without_partials for t in pending.values()]
-    reduced = dict(zip(pending, redistribute(list(pending.values()), dsts, "save")))
-    return {name: reduced.get(id(t), t) for name, t in tensors.items()}
-
-
-def _check_folder_shared(temporary: Folder) -> None:
-    if not temporary.is_dir():
-        raise CheckpointError(f"{temporary} does not exist", "rank 0 made it: the processes do not share this folder",
-                              "a directory on a file system, or a store, that all of them share")
-
-
-def _data_to_write(tensors: dict[str, torch.Tensor], pieces: list[PieceToWrite],
-                   copy: bool, temporary: Folder) -> dict[int, dict[PieceToWrite, torch.Tensor]]:
-    """What each rank that this process drives has to write into this folder, contiguous and on the CPU; `copy` where
-    it may change."""
-    _check_folder_shared(temporary)
-    data: dict[int, dict[PieceToWrite, torch.Tensor]] = {rank: {} for rank in world().local_ranks}
-    parts_of = {name: {part.rank: part for part in local_parts(t)} for name, t in tensors.items()}
-    for piece in pieces:
-        if piece.rank in data:
-            # A plain tensor has one part, whichever rank writes a piece of it.
-            part = parts_of[piece.name].get(piece.rank) or next(iter(parts_of[piece.name].values()))
-            view = part.data[slices(piece.region, part.region)].resolve_conj().resolve_neg()
-            ready = view.cpu().contiguous()
-            same_memory = ready.untyped_storage().data_ptr() == part.data.untyped_storage().data_ptr()
-            data[piece.rank][piece] = ready.clone() if copy and same_memory else ready
-    return data
+        earlier.join_and_warn()

@@ -313,6 +313,11 @@ def first_lost(loss: Loss) -> Loss:
     return loss if _liveness is None else _liveness.first_lost(loss)
 
 
+def job_store() -> dist.Store | None:
+    """What all ranks can write to, where there is such a store. Any thread may."""
+    return _liveness.store if _liveness is not None and _liveness.process == os.getpid() else None
+
+
 def tell_failure(rank: int, error: BaseException) -> None:
     """Before this rank ends by an error that nobody has caught: the others are told which, unless a rank had failed
     before. One of ranks that are lost tells of them, and is not a cause. Nor is an exit that tells of no error."""

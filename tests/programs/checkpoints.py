@@ -93,7 +93,7 @@ def unlucky(folder):
             gt.load_safetensors(model, folder / "weights")
 
     seen = {}
-    for what, module, name in (("save", saving, "_data_to_write"), ("load", loading, "give_memory"),
+    for what, module, name in (("save", saving, "data_to_write"), ("load", loading, "give_memory"),
                                ("load", pieces.CheckpointFiles, "fill"),
                                ("save_safetensors", huggingface, "_write_temporary"),
                                ("load_safetensors", huggingface, "fill_unloaded"),

@@ -43,7 +43,7 @@ if how.startswith("no room"):
 if how == "killed while writing":
     dies_before(saving, "write_hashed")
 if how == "killed while publishing":
-    dies_before(folders, "write_atomically", "latest")
+    dies_before(folders, "replace_file", "latest")
 try:
     gt.save({"x": x, "n": 2}, folder, asynchronous="at once" not in how).wait()
 except gt.GlobalTensorError as error:
