@@ -8,12 +8,12 @@ from typing import Any
 _awaited: dict[str, Callable[[], None]] = {}
 
 
-def when_imported(name: str, then: Callable[[], None]) -> None:
-    """Call `then` once the module is there, which may be now."""
+def when_imported(name: str, callback: Callable[[], None]) -> None:
+    """Call `callback` once the module is there, which may be now."""
     if name in sys.modules:
-        then()
+        callback()
         return
-    _awaited[name] = then
+    _awaited[name] = callback
     if _FIRST not in sys.meta_path:
         sys.meta_path.insert(0, _FIRST)
 
