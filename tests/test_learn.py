@@ -76,6 +76,7 @@ WRONG: dict[str, list[dict[str, str]]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_judges_answers(page, tmp_path):
     exercises = WRONG[page.stem]

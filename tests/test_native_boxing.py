@@ -286,6 +286,7 @@ def all_sums_shared(monkeypatch):
     kernel_program.region_jobs.cache_clear()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [(6, 4), (5, 3), (1, 7), (0, 3)], ids=str)
 @pytest.mark.parametrize("ranks", [[0, 1], [2, 0, 1], [0, 1, 2, 3], [[0, 1], [2, 3]]], ids=str)
 def test_every_pair_on_one_placement(kernel, all_sums_shared, ranks, shape):

@@ -504,6 +504,7 @@ HELD |= {way.__name__.replace("_", " "): way for way in (
     with_its_parameter, kept_in_an_attribute, kept_from_step_to_step, kept_by_a_hook, without_gradients)}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["dp", "dp x tp"])
 @pytest.mark.parametrize("way", HELD)
 def test_a_parameter_is_read_behind_its_layer(way, name):
