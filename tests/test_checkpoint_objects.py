@@ -287,6 +287,54 @@ def test_a_learning_rate_may_become_a_tensor_and_a_number_again(tmp_path):
         assert type(second.param_groups[0]["lr"]) is type(src) and float(second.param_groups[0]["lr"]) == 0.5
 
 
+def several_rates(optimizer):
+    rates = torch.optim.lr_scheduler
+    parts = [rates.LinearLR(optimizer, 0.1, total_iters=2), rates.ExponentialLR(optimizer, 0.9)]
+    return {"SequentialLR": lambda: rates.SequentialLR(optimizer, parts, [2]),
+            "ChainedScheduler": lambda: rates.ChainedScheduler(parts, optimizer),
+            "LambdaLR": lambda: rates.LambdaLR(optimizer, [lambda n: 0.5 ** n, lambda n: 0.25 ** n]),
+            "CosineAnnealingLR": lambda: rates.CosineAnnealingLR(optimizer, 5)}
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("name", ["SequentialLR", "ChainedScheduler", "LambdaLR", "CosineAnnealingLR"])
+def test_the_state_dict_of_a_scheduler_is_loaded_as_torch_does(name, tensor, tmp_path):
+    """Also where rates are one tensor in a fresh scheduler, and several in one that has gone on."""
+    def scheduled(steps):
+        model = gt.parallelize(nn.Linear(4, 4), place([0, 1]))
+        optimizer = torch.optim.SGD([{"params": [p]} for p in model.parameters()],
+                                    lr=torch.tensor(0.5) if tensor else 0.5)
+        scheduler = several_rates(optimizer)[name]()
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+        return scheduler
+
+    first, ours, theirs = scheduled(3), scheduled(0), scheduled(0)
+    gt.save({"s": first.state_dict()}, tmp_path / "s")
+    torch.save(first.state_dict(), tmp_path / "s.pt")
+    ours.load_state_dict(gt.load({"s": ours.state_dict()}, tmp_path / "s")["s"])
+    theirs.load_state_dict(torch.load(tmp_path / "s.pt", weights_only=False))
+    assert_same_values(ours.state_dict(), theirs.state_dict())
+    assert ours.get_last_lr() == theirs.get_last_lr() == first.get_last_lr()
+
+
+def assert_same_values(a, b):
+    torch.testing.assert_close(*(torch.utils._pytree.tree_leaves(v) for v in (a, b)), rtol=0, atol=0)
+
+
+def test_plain_values_that_were_one_tensor_and_are_two_are_both_returned(tmp_path):
+    one = torch.zeros(2)
+    gt.save({"a": torch.ones(2), "b": [torch.ones(2) * 2], "c": (torch.ones(2),), "model": nn.Linear(2, 1)}, tmp_path)
+    state = {"a": one, "b": [one], "c": (one,), "model": nn.Linear(2, 1)}
+    loaded = gt.load(state, tmp_path)
+    assert loaded["a"] is one is loaded["c"][0] and one.tolist() == [1, 1] and loaded["b"][0].tolist() == [2, 2]
+    tied = nn.Linear(2, 1)
+    gt.save({"model": nn.Linear(2, 1), "w": torch.ones(1, 2)}, tmp_path)
+    with pytest.raises(CheckpointError, match="are one tensor in the state, two in the checkpoint"):
+        gt.load({"model": tied, "w": tied.weight}, tmp_path)
+
+
 @pytest.mark.parametrize("make, shape", [(torch.optim.AdamW, (4, 6)), (torch.optim.AdamW, (6, 5)),
                                          (Shampooing, (4, 6))])
 def test_the_state_of_other_parameters_is_refused(make, shape, tmp_path):

@@ -48,7 +48,7 @@ class CheckedState(NamedTuple):
     manifest: Manifest
     files: CheckpointFiles
     flat: FlatState
-    new: dict[str, torch.Tensor]                     # new tensors, for objects that take their state as a whole
+    new: dict[str, torch.Tensor]                     # for objects that take their state as a whole, and what was tied
 
 
 def load_folder(state: Any, directory: str | os.PathLike[str]) -> Any:
@@ -60,7 +60,8 @@ def load_folder(state: Any, directory: str | os.PathLike[str]) -> Any:
                may have some of the keys that were saved, such as {"model": model}: the others are left
     directory  as it was passed to `save`, or one version in it, such as run/checkpoint/step-00000003
 
-    Returns a state of the same structure, with these same tensors and objects, and the plain values that were saved.
+    Returns a state of the same structure, with these same tensors and objects, and the plain values that were saved. A
+    plain tensor that stands for several values, as do learning rates of a fresh scheduler, is there for the first one.
     A tensor's shape and name must be as saved; values are cast to its dtype, as by torch's load_state_dict. Raises
     CheckpointError, on every process and before anything is changed, where something is missing, damaged, or does not
     fit, such as complex numbers for real ones; it names the piece and the rank that needs it.
@@ -125,9 +126,9 @@ def _check_loadable(state: Any, directory: Folder, part: bool) -> CheckedState:
             raise CheckpointError(f"{name!r} of the state is on the meta device",
                                   "it has no memory to load into; modules are given theirs, for parameters and buffers",
                                   'gt.load({"model": model}, folder), or gt.materialize(model) before')
-    _check_tied_tensors(targets, manifest.entries)
+    new |= _check_tied_tensors(targets, manifest.entries, flat)
     _check_keys(state, decode(manifest.state, lambda name: None), "", f"the checkpoint in {folder}")
-    files.verify(needed(targets, manifest.entries), ((manifest.entries[name], t) for name, t in new.items()))
+    files.verify(needed(targets | new, manifest.entries), ((manifest.entries[name], t) for name, t in new.items()))
     return CheckedState(digest, manifest, files, flat, new)
 
 
@@ -194,16 +195,23 @@ def check_loadable(t: torch.Tensor, name: str) -> None:
                               "it was made in inference mode, or is expanded: its elements share memory", "x.clone()")
 
 
-def _check_tied_tensors(targets: dict[str, torch.Tensor], entries: dict[str, Entry]) -> None:
-    """One tensor under two names gets one value: both must have been saved with the same one."""
-    first: dict[int, str] = {}
+def _check_tied_tensors(targets: dict[str, torch.Tensor], entries: dict[str, Entry],
+                        flat: FlatState) -> dict[str, torch.Tensor]:
+    """One tensor under two names gets one value: both must have been saved with the same one. A plain value of a dict
+    or list may have become two since: it is loaded under its first name, and a new tensor is returned for the other."""
+    first, new = dict[int, str](), dict[str, torch.Tensor]()
     for name, t in targets.items():
         other = first.setdefault(id(t), name)
         a, b = ({(p.region, p.hash) for p in entries[n].pieces} for n in (name, other))
-        if a != b:
+        if a == b:
+            continue
+        # as learning rates in the state_dict of a scheduler: nobody computes with them where they are
+        if isinstance(t, (GlobalTensor, nn.Parameter)) or any(_owner(n, flat)[1] is not None for n in (name, other)):
             raise CheckpointError(f"{other!r} and {name!r} are one tensor in the state, two in the checkpoint",
                                   "they were not tied when it was saved, and their values differ",
                                   "untie them, load, and decide which one to keep")
+        new[name] = empty_copy(t)
+    return new
 
 
 def _check_keys(own: Any, saved: Any, path: str, what: str) -> None:
@@ -350,10 +358,10 @@ def _load_objects(checked: CheckedState, undo: list[Callable[[], None]]) -> None
 
 def _merged_state(own: Any, saved: Any) -> Any:
     """The saved values in the structure of the state, with the state's own tensors and objects."""
-    if is_object(own) or isinstance(own, torch.Tensor):
+    if is_object(own):
         return own
-    if not _has_tensors(own):
-        return saved
+    if isinstance(own, torch.Tensor) or not _has_tensors(own):
+        return saved                                 # the state's own tensor, but where it stood for several
     if isinstance(own, dict):
         return {k: _merged_state(v, saved[k]) for k, v in own.items()}
     return type(own)(_merged_state(v, w) for v, w in zip(own, saved))
