@@ -219,6 +219,24 @@ def test_a_mistake_is_told_of_the_whole_image():
     assert len(said) == 1
 
 
+def said_of(f):
+    try:
+        return list(f().shape)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+def test_options_that_torch_refuses_are_refused_in_every_layout(transposed):
+    x, w, where = rand(2, 3, 8), rand(3, 3, 3), place([0, 1])
+    for stride, padding, dilation, more in itertools.product((1, 2, 0, -1), (0, -1), (1, 0, -1), (0, -1)):
+        options = None, [stride], [padding], [dilation], transposed, [more], 1
+        told = said_of(lambda: torch.ops.aten.convolution(x, w, *options))
+        for nd in (S(0), S(1), S(2), B):
+            ours = gt.from_full(x, where, nd), gt.from_full(w, where, B)
+            assert said_of(lambda: torch.ops.aten.convolution(*ours, *options)) == told, (options, nd)
+
+
 def test_halos_are_boxings_like_all_others():
     """They can be forbidden, and have a budget."""
     x, w = (gt.from_full(t, place([0, 1]), s) for t, s in ((rand(1, 3, 8, 5), S(2)), (rand(3, 3, 3, 3), B)))

@@ -361,6 +361,8 @@ def _check_varied(x: Tensor, *_: Any, **more: Any) -> None:
 
 def _check_convolved(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
                      dilation: Sequence[int], *options: Any) -> None:
+    if min(padding) < 0:                             # parts of a split image, whose windows hold it, have none
+        raise RuntimeError("negative padding is not supported")
     if min(dilation) <= 0:
         raise RuntimeError("non-positive dilation is not supported")
     if options[0] and x.dim() == weight.dim() > 2 and x.shape[1] != weight.shape[0]:
