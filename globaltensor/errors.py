@@ -30,7 +30,7 @@ OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 # Files of torch between the program and us: a rank may run under a dispatch mode, to count or to debug, alone.
 BETWEEN = tuple(TORCH + os.path.join(*name) for name in (("autograd", "function.py"), ("_ops.py",), ("utils", "")))
-_SKIPPED_MODULES = ("torch.", "typing_extensions",      # the latter stands around what torch calls deprecated
+_SKIPPED_MODULES = ("torch.", "multiprocessing.", "typing_extensions",    # that is around what torch calls deprecated
                     "transformers.trainer", "accelerate.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
 _SKIP = (OURS, TORCH, os.path.dirname(os.__file__) + os.sep + "contextlib", "<frozen", "<string>", "<eval_with_key>",
          "<subclass_wrapper>", "<backward_subclass_", "<dedup_wrapper>", "<debug_assert_wrapper>")     # of torch 2.12

@@ -507,3 +507,34 @@ def test_ranks_that_catch_an_error_of_a_sample_go_on():
 @pytest.mark.processes
 def test_ranks_that_share_rows_have_read_the_same():
     good([*RUN, "-n", 4, str(PROGRAMS / "data_values.py")])
+
+
+class GlobalRows(Dataset):
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return {"x": self.x[i], "nested": (self.y[i], i)}
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": None}, {"collate_fn": list}], ids=str)
+@pytest.mark.parametrize("sbp", [S(0), S(1), B], ids=str)
+def test_workers_of_torchs_loader_keep_rows_global(sbp, options):
+    """As without workers: what they are, their layouts and their values."""
+    x, y = torch.arange(24.0).view(4, 6), torch.arange(8).view(4, 2)
+    rows = GlobalRows(*(gt.from_full(t, place([0, 1]), sbp) for t in (x, y)))
+    own, wanted = (torch.utils._pytree.tree_leaves(list(torch.utils.data.DataLoader(
+        rows, **{"batch_size": 2, **options}, num_workers=workers))) for workers in (1, 0))
+    assert len(own) == len(wanted)
+    for a, b in zip(own, wanted):
+        assert type(a) is type(b)
+        if isinstance(a, gt.GlobalTensor):
+            assert a.sbp == b.sbp and a.dtype == b.dtype and torch.equal(gather(a), gather(b))
+
+
+@pytest.mark.processes
+def test_workers_of_torchs_loader_refuse_global_rows_in_several_processes():
+    good([*RUN, "-n", 2, str(PROGRAMS / "worker_rows.py")])

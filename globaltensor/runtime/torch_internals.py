@@ -33,6 +33,7 @@ from torch.utils._pytree import (
     tree_map_only as tree_map_only,
     tree_unflatten as tree_unflatten,
 )
+from torch.utils.data._utils.collate import default_collate_fn_map as default_collate_fn_map
 
 TORCH = torch.torch_version.TorchVersion(torch.__version__)
 _c: Any = torch._C                                   # its stubs leave some of these out
@@ -51,8 +52,7 @@ CONJ, NEG = dispatch_key("Conjugate"), dispatch_key("Negative")
 device_constructors: Callable[[], set[Any]] = _device._device_constructors
 neg_view = torch._neg_view
 _included, _excluded = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
-DispatchKeySet = _c.DispatchKeySet
-ExcludeDispatchKeys = _c._ExcludeDispatchKeyGuard
+DispatchKeySet, ExcludeDispatchKeys = _c.DispatchKeySet, _c._ExcludeDispatchKeyGuard
 below_autograd = _c._AutoDispatchBelowAutograd       # inside it, ops do not go by way of autograd
 OWN_KEY: Any = dispatch_key("TESTING_ONLY_GenericWrapper")       # no other tensor has it
 OWN_KEYS = DispatchKeySet(OWN_KEY)

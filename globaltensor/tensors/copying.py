@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils.data import get_worker_info
 
 from globaltensor.algorithms.aliasing import base_and_steps, replay_views
 from globaltensor.errors import ArgumentError, GlobalTensorError
@@ -129,10 +130,25 @@ def _copy_in_copied_memory(x: Any, memo: dict[int, Any]) -> Any:
 # ---------------------------------------------------------------------------------------------- pickled, by torch.save
 
 
-def saved_shards(x: Any) -> dict[int, torch.Tensor]:
+class _RefusedShards:
+    """In the place of shards, what raises in the process that reads them."""
+
+    def __reduce__(self) -> Any:
+        return _refuse_shards, ()
+
+
+def _refuse_shards() -> None:
+    raise GlobalTensorError("a row from a worker of a DataLoader that is a global tensor, in one of several processes",
+                            "each process holds only its own shards",
+                            "num_workers=0; or rows that are plain tensors, of which gt.data.DataLoader makes a batch")
+
+
+def saved_shards(x: Any) -> dict[int, torch.Tensor] | _RefusedShards:
     """The shards of a tensor, for a pickle. Of tensors that share memory torch.save writes it once, and a plain pickle
     has each tensor by itself, as of plain tensors."""
     if not world().single_process:
+        if get_worker_info() is not None:            # its thread drops what raises here: the loader would wait
+            return _RefusedShards()
         raise GlobalTensorError("pickling a global tensor in one of several processes", "each process holds only "
                                 "its own shards", "gt.save(x, file), or x.full_tensor(), by all of them")
     return {rank: shard.detach() for rank, shard in x.shards.items()}

@@ -11,7 +11,7 @@ import torch
 
 from globaltensor.errors import PlainTensorError
 from globaltensor.layouts.layout import Layout
-from globaltensor.runtime.torch_internals import foreach_supported_types
+from globaltensor.runtime.torch_internals import default_collate_fn_map, foreach_supported_types
 from globaltensor.tensors import convert, map_ops
 from globaltensor.tensors.full_value import FullTensor
 from globaltensor.tensors.global_tensor import GlobalTensor
@@ -39,6 +39,11 @@ def _of_stand_in(name: str, method: Callable[[torch.Tensor], torch.Tensor]) -> p
     return property(get)
 
 
+def _collated(batch: list[torch.Tensor], **_: Any) -> torch.Tensor:
+    """A batch of rows. In a worker torch stacks them into memory that processes share, which is a plain tensor's."""
+    return torch.stack(batch)
+
+
 def install_attributes() -> None:
     """Give torch.Tensor the attributes that GlobalTensor has."""
     plain: Any = torch.Tensor                        # a class learns attributes, which its stubs cannot know
@@ -50,4 +55,5 @@ def install_attributes() -> None:
     plain.to_local = _of_stand_in("to_local", to_local)
     for types in foreach_supported_types():
         types.append(GlobalTensor)                   # clipping takes all norms in one go
+    default_collate_fn_map[GlobalTensor] = _collated
     map_ops.register_maps()
