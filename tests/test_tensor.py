@@ -400,3 +400,27 @@ def test_unsigned_numbers_that_torch_does_not_add(dtype):
               lambda x: nn.functional.embedding(i, x), lambda x: x.index_select(0, i)):
         assert torch.equal(f(x).full_tensor(), f(t))
     assert torch.equal(x.to_global(sbp=P).full_tensor(), t)
+
+
+LAZY = {"plain": lambda x: x.clone(), "conjugated": torch.conj, "negated": torch._neg_view, "learns": torch.sin,
+        "both": lambda x: torch._neg_view(x.conj()), "imaginary": lambda x: x.conj().imag}
+READS = {"numpy": lambda x: x.numpy(), "forced": lambda x: x.numpy(force=True), "array": numpy.array,
+         "tolist": lambda x: x.tolist(), "detached": lambda x: x.detach().numpy(),
+         "resolved": lambda x: x.detach().resolve_conj().resolve_neg().numpy()}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("lazy", LAZY)
+def test_numpy_reads_what_it_reads_of_a_plain_tensor(lazy, read):
+    """And refuses what is conjugated or negated when it is read, and what requires a gradient, in torch's words."""
+    def outcome(x):
+        try:
+            return numpy.asarray(READS[read](LAZY[lazy](x))).tolist()
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+
+    z = torch.randn(4, 3, dtype=torch.complex64, requires_grad=lazy == "learns")
+    for sbp in (S(0), S(1), B):
+        x = gt.from_full(z.detach(), TWO, sbp).requires_grad_(z.requires_grad)
+        got, wanted = outcome(x), outcome(z)
+        assert numpy.allclose(got, wanted) if type(wanted) is list and type(got) is list else got == wanted

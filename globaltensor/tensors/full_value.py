@@ -18,7 +18,7 @@ from globaltensor.layouts.placement import placement
 from globaltensor.layouts.sbp import broadcast
 from globaltensor.runtime import custom_ops, trace_order
 from globaltensor.runtime.memory import require
-from globaltensor.runtime.torch_internals import is_of_a_trace, modes_active
+from globaltensor.runtime.torch_internals import is_of_a_trace, modes_active, neg_view
 from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tensors.linear_maps import LinearMap, layout_of
 
@@ -79,6 +79,13 @@ class FromFull(LinearMap):
 def plain_gradient(grad: Any) -> torch.Tensor:
     """The gradient of a plain tensor, which comes as a global one where that was an operand beside global ones."""
     return grad if layout_of(grad) is None else FullTensor.of(grad)
+
+
+def with_bits_of(x: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """The whole value, whose memory counts as conjugated or negated where that of x does: torch refuses what reads it.
+    """
+    whole = whole.conj() if x.is_conj() else whole
+    return neg_view(whole) if x.is_neg() else whole
 
 
 def place_full(whole: torch.Tensor, dst: Layout) -> tuple[Spec, Shards]:

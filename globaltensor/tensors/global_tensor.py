@@ -59,7 +59,7 @@ from globaltensor.tensors import (
     recurrent,
     value_reads,
 )
-from globaltensor.tensors.full_value import FullTensor, no_gradient_placements
+from globaltensor.tensors.full_value import FullTensor, no_gradient_placements, with_bits_of
 from globaltensor.tensors.printing import format_of, text_of
 from globaltensor.tensors.redistribution import box_from, resolve_layout, to_layout, to_local
 from globaltensor.tensors.wrappers import TorchMethods
@@ -326,9 +326,9 @@ class GlobalTensor(TorchMethods):
 
     @torch_boundary
     def numpy(self, *, force: bool = False) -> np.ndarray:
-        """The whole value as a NumPy array; collective. It is a copy, so it is read-only: what is written into it would
-        not reach the tensor."""
-        array = (self.detach() if force else self).full_tensor().numpy(force=force)
+        """The whole value as a NumPy array; collective. A copy, and read-only: writes would not reach the tensor."""
+        whole = self.detach().full_tensor() if force else with_bits_of(self, self.full_tensor())
+        array = whole.numpy(force=force)
         array.flags.writeable = False
         return array
 
