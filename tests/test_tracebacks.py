@@ -1,17 +1,20 @@
 """What the user sees of an error: their own lines, and of torch's errors the operands with their layouts."""
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
 import os
+import re
 import signal
 import sys
 import traceback
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from harness import PYTHON, environment, good
+from harness import PYTHON, by_hand, environment, good
 from test_errors import MISTAKES, B, S, on, ones
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_map_only
@@ -244,6 +247,44 @@ def test_every_function_of_the_face_is_a_boundary():
     open_ones = {name for name in gt.FACE if inspect.isfunction(getattr(gt, name))
                  and not hasattr(getattr(gt, name), "__wrapped__")}
     assert open_ones == {"rank", "world_size"}, open_ones
+
+
+def test_all_that_native_code_calls_is_a_boundary():
+    """No frame of ours stands above it, once an op is decided in native code. `on_...(f)` hands f over."""
+    calls = [call for path in Path(OURS).rglob("*.py") for call in ast.walk(ast.parse(path.read_text()))
+             if isinstance(call, ast.Call) and re.match(r"torch_ext\.on_", ast.unparse(call.func))]
+    hooks = [ast.unparse(hook) for call in calls for hook in call.args]
+    assert len(hooks) > 10
+    open_ones = [hook for hook in hooks if "api_boundary" not in hook]
+    assert not open_ones, open_ones
+
+
+ALONE = """
+import torch
+import globaltensor as gt
+x = gt.ones(6, 6, placement=gt.placement("cpu", [0, 1]), sbp="S(0)")
+w = torch.nn.Linear(6, 6).to_global(x.placement, gt.sbp.broadcast)
+optimizer = torch.optim.SGD(w.parameters(), lr=0.1)
+def step():
+    {step}
+for _ in range(3):                                   # what comes again is decided in native code
+    step()
+if gt.rank() == 0:
+    step()
+"""
+WARM = {
+    "a loss": "torch.nn.functional.cross_entropy(w(x), torch.arange(6))",
+    "a backward pass": "w(x).sum().backward(); w.weight.grad.to_local()",
+    "an optimizer": "w(x).sum().backward(); optimizer.step(); optimizer.zero_grad()",
+}
+
+
+@pytest.mark.parametrize("name", WARM)
+def test_an_error_of_ops_between_processes_shows_no_frame_of_ours(name, tmp_path):
+    program = tmp_path / "alone.py"
+    program.write_text(ALONE.format(step=WARM[name]))
+    code, _, told = by_hand([program], 2)[0].end(45)
+    assert code == 1 and "Error: " in told and "alone.py" in told and f'File "{OURS}' not in told, told
 
 
 @pytest.mark.usefixtures("real_processes")

@@ -20,6 +20,7 @@ from globaltensor.runtime.liveness import Loss, advice_after, first_lost, proces
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.process_limits import why_unmapped
 from globaltensor.runtime.world import local_ranks_of, world
+from globaltensor.tracebacks import api_boundary
 
 # Of these the kernel moves bytes, but adds no numbers.
 NOT_REDUCED = {torch.complex32, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
@@ -99,4 +100,4 @@ def _failed(how: str, what: str, rank: int, text: str) -> None:
 
 
 if torch_ext is not None:
-    torch_ext.on_failure(_failed)
+    torch_ext.on_failure(api_boundary(_failed))

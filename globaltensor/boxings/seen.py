@@ -24,6 +24,7 @@ from globaltensor.runtime.machine import Machine
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import profiling, record_function
 from globaltensor.runtime.world import world
+from globaltensor.tracebacks import api_boundary
 
 
 def seen() -> bool:
@@ -116,4 +117,4 @@ def _name_of(purpose: str, specs: list[tuple[Spec, Spec]]) -> str:
 
 
 if torch_ext is not None:
-    torch_ext.on_seen_boxing(_name_of, _bytes_of)
+    torch_ext.on_seen_boxing(api_boundary(_name_of), api_boundary(_bytes_of))

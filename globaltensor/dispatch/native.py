@@ -28,6 +28,7 @@ from globaltensor.runtime.lineage import checking, ignores_first
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import OpOverload
 from globaltensor.runtime.world import world
+from globaltensor.tracebacks import api_boundary
 
 aten = torch.ops.aten
 
@@ -239,5 +240,5 @@ def _compare_plain(t: torch.Tensor, op: str, ranks: list[int]) -> None:
 
 
 if torch_ext is not None:
-    torch_ext.on_resized_boxing(find_boxing)
-    torch_ext.on_plain_operand(_compare_plain)
+    torch_ext.on_resized_boxing(api_boundary(find_boxing))
+    torch_ext.on_plain_operand(api_boundary(_compare_plain))

@@ -11,7 +11,7 @@ from globaltensor.layouts.global_like import is_global
 from globaltensor.rules.call import Call
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import KEYS_AFTER_BACKEND_SELECT, OpOverload, tree_leaves
-from globaltensor.tracebacks import fold, note_on_torch_error, raised_by_torch
+from globaltensor.tracebacks import api_boundary, fold, note_on_torch_error, raised_by_torch
 
 # Of torch's collectives, which DistributedDataParallel calls too, and of its fully_shard.
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp")
@@ -79,4 +79,4 @@ def _note_native(error: Exception, op: str, names: list[str], tensors: list[torc
 
 
 if torch_ext is not None:
-    torch_ext.on_op_error(_note_native)
+    torch_ext.on_op_error(api_boundary(_note_native))

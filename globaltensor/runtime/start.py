@@ -195,7 +195,8 @@ def _connect(new: World, timeout: timedelta, machine: Machine | None) -> None:
         return
     new.host_peers = frozenset(here)                 # before: errors name them
     torch_ext.connect_transport(addresses[first:first + len(here)])
-    torch_ext.on_waiting(deadlock.enter, deadlock.leave, deadlock.raise_if_in_vain)
+    torch_ext.on_waiting(api_boundary(deadlock.enter), api_boundary(deadlock.leave),
+                         api_boundary(deadlock.raise_if_in_vain))
     new.transport = f"shared memory, then {new.transport}" if len(here) < new.size else "shared memory"
     if machine is None and new.staged:
         new.machine = replace(machines.shared_memory, hosts=new.machine.hosts)

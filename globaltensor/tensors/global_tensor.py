@@ -395,6 +395,6 @@ else:                                                # the same class, with its 
     native_class.__torch_function__ = no_torch_function
     native_class.__setitem__ = value_reads.assign
     torch_ext.on_view_read(api_boundary(remake))
-    torch_ext.on_arrival(_at_our_key)
+    torch_ext.on_arrival(api_boundary(_at_our_key))
     torch_ext.on_lookup(api_boundary(lookup.Lookup.apply))
     torch_ext.on_pick(api_boundary(lookup.PickedElements.apply))

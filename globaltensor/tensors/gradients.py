@@ -35,7 +35,7 @@ from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.this_thread import this_thread
 from globaltensor.runtime.torch_internals import TensorBase, compiling, end_graph
 from globaltensor.runtime.world import world
-from globaltensor.tracebacks import torch_boundary
+from globaltensor.tracebacks import api_boundary, torch_boundary
 
 _grad: Any = TensorBase.grad                # a descriptor of C
 raw_grad = _grad.__get__                             # the gradient of a leaf as it lies
@@ -386,4 +386,4 @@ _buckets = BackwardBuckets()
 TAKEN: dict[Callable[..., Any], Callable[..., Any]] = {_hook: register_hook}
 
 if torch_ext is not None:
-    torch_ext.on_accumulated(_accumulated)
+    torch_ext.on_accumulated(api_boundary(_accumulated))

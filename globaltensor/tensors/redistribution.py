@@ -251,4 +251,4 @@ def _box_gradient_of(grad: Any, x: Spec, grad_layout: Layout | None) -> Any:
 
 
 if torch_ext is not None:
-    torch_ext.on_redistribute_backward(find_gradient_boxing, api_boundary(_box_gradient_of))
+    torch_ext.on_redistribute_backward(api_boundary(find_gradient_boxing), api_boundary(_box_gradient_of))
