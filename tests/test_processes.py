@@ -381,6 +381,21 @@ def test_the_reason_follows_from_what_all_ranks_are_at(how, reason, fix):
         assert re.search(f"try: +{fix}", err), err
 
 
+@pytest.mark.parametrize("how, line", [("values", 11), ("targets", 13)])
+@pytest.mark.parametrize("native", ["1", pytest.param("0", marks=pytest.mark.long)])
+def test_errors_after_one_that_all_ranks_have_caught_name_it(how, line, native):
+    first = "the ranks disagree about what to do" if native == "1" else "deadlock: every rank waits for another"
+    ranks = by_hand([PROGRAMS / "caught.py", how], 2, GLOBALTENSOR_NATIVE=native)
+    for code, out, err in [one.end(45) for one in ranks]:
+        assert code == 0 and "the value is" not in out, out + err
+        caught, *later = re.split("^(?=TransportError)", out, flags=re.M)
+        assert f"caught {first} at caught.py:{line}\n" == caught and len(later) == 2, out
+        for text in later:
+            assert "in the boxing for" not in text and "has ended communication between these ranks\n" in text, text
+            assert f"was DisagreementError: {first}; it came at caught.py:{line}\n" in text, text
+            assert "where: caught.py:18\n" in text and "try:   let it end the program" in text, text
+
+
 def test_a_signal_handler_that_saves_while_its_rank_waits():
     one, other = [r.end(45) for r in by_hand([PROGRAMS / "signalled.py"], 2)]
     assert other[0] == 1 and "saving a checkpoint in a signal handler, while this rank waits in ones([5]" in other[2]

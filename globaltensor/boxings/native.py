@@ -16,6 +16,7 @@ from globaltensor.errors import DisagreementError, TransportError, where
 from globaltensor.layouts.layout import Layout, Spec, completes, contiguous, dense
 from globaltensor.layouts.recent import remembered
 from globaltensor.runtime import deadlock, lineage
+from globaltensor.runtime.ended import error_after_end, mark_as_end
 from globaltensor.runtime.liveness import Loss, advice_after, first_lost, process_of, stopped_rank
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.process_limits import why_unmapped
@@ -68,8 +69,10 @@ def _failed(how: str, what: str, rank: int, text: str) -> None:
         raise TransportError(f"{what} in a process that rank {world().rank} has forked",
                              "the rank alone is connected to the others",
                              "global tensors in the rank itself, and plain ones in what it forks")
+    if (later := error_after_end(what)) is not None:
+        raise later
     if how == "lost" and (error := deadlock.detected()):  # else a stopped rank may keep the store
-        raise error
+        raise mark_as_end(error)
     apart = lineage.difference(world().rank, sorted(world().host_peers)) if how == "disagreed" else ""
     torch_ext.report(f"{what.removeprefix('the boxing for ')}   at {where()}{apart}")
     replies = torch_ext.collect_reports(0.5)
@@ -77,8 +80,8 @@ def _failed(how: str, what: str, rank: int, text: str) -> None:
     rows = "".join(f"\n    rank {r}: {reply or 'elsewhere'}" for r, reply in zip(ranks, replies))
     if how == "disagreed":
         why, fix = lineage.advice_of_apart(rows) or (text, deadlock.SAME_PROGRAM)
-        raise DisagreementError("the ranks disagree about what to do" + rows,
-                                f"{why}: every rank runs the same program", fix)
+        raise mark_as_end(DisagreementError("the ranks disagree about what to do" + rows,
+                                            f"{why}: every rank runs the same program", fix))
     lost = "the others"
     if rank >= 0:                                    # it may have ended because of another, or given this one up
         known = process_of(ranks[rank])
@@ -96,7 +99,7 @@ def _failed(how: str, what: str, rank: int, text: str) -> None:
     elif "cannot be mapped" in text:
         why, fix = why_unmapped(text)
         text += f": {why}"
-    raise TransportError(f"rank {world().rank} lost touch with {lost} in {what}" + rows, text, fix)
+    raise mark_as_end(TransportError(f"rank {world().rank} lost touch with {lost} in {what}" + rows, text, fix))
 
 
 if torch_ext is not None:

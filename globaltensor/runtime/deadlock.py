@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 from globaltensor.errors import DisagreementError, GlobalTensorError, TransportError, where
 from globaltensor.runtime import lineage
 from globaltensor.runtime.codec import decode_message, encode_message
+from globaltensor.runtime.ended import error_after_end, mark_as_end
 from globaltensor.runtime.gloo import close_connections, gloo_error
 from globaltensor.runtime.liveness import (
     Loss,
@@ -126,7 +127,7 @@ def raise_if_in_vain() -> None:
     if _watch is not None and (_watch.rows or _watch.lost is not None) and (error := detected()) is not None:
         if _current is not None and world().host_peers:      # native code of another rank may ask, if it saw it first
             torch_ext.report(f"{_current.wait.what}   at {where()}")
-        raise error
+        raise error_after_end("a wait for other ranks") or mark_as_end(error)
 
 
 def deadlocked(waits: Mapping[int, Wait | None]) -> bool:

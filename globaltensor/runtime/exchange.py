@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from globaltensor.errors import GlobalTensorError, TransportError, first_sentence
 from globaltensor.runtime import counters, deadlock
+from globaltensor.runtime.ended import error_after_end, is_end, mark_as_end
 from globaltensor.runtime.gloo import broken_connections
 from globaltensor.runtime.liveness import advice_after, has_heard_of_a_loss, known_loss, lost_connection
 from globaltensor.runtime.process_end import at_end, before_threads
@@ -152,7 +153,7 @@ def _transport_error(what: str, lost: Sequence[int], error: RuntimeError) -> Exc
     """What to raise where torch has failed, as one of these ranks did."""
     # a rank that finds a deadlock may end, so that a lost connection may mean just that
     if (verdict := deadlock.detected()) is not None:
-        return verdict
+        return error if is_end(error) else error_after_end(what) or mark_as_end(verdict)
     if len(lost) > 1:                                # before others of them end, too
         lost = broken_connections(lost) or lost
     loss = lost_connection(lost, first_sentence(error))
