@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import _refs, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
@@ -147,3 +147,28 @@ def test_a_plan_leaves_weights_that_are_made_of_others_whole():
     plan = gt.Plan.of(model)
     assert list(plan) == ["down.weight"] and "weight_norm, parametrize" in plan.whole[
         "up.parametrizations.weight.original0"]
+
+
+REFS = ["add", "sub", "mul", "true_divide", "floor_divide", "remainder", "fmod", "pow", "float_power", "lt", "eq", "ne",
+        "maximum", "fmin", "atan2", "copysign", "hypot", "nextafter", "bitwise_and", "logical_xor", "where"]
+
+
+@pytest.mark.parametrize("sbp", [B, S(0), S(1)], ids=str)
+@pytest.mark.parametrize("name", REFS)
+def test_references_of_torch_take_operands_of_0_dims(name, sbp):
+    """Of torch.ops.prims, of which torch's own references are made."""
+    torch.manual_seed(SEED)
+    whole = name.startswith("bitwise")
+    x, one = (torch.randint(1, 9, size) if whole else torch.rand(size) + 0.5 for size in ((5, 4), ()))
+
+    def called(a, b):
+        return getattr(_refs, name)(*([a > 1] if name == "where" else []), a, b)
+
+    on = PLACEMENTS["dp"]
+    for a, b in ((x, one), (one, x), (x, x.t().contiguous().t()), (x.t(), one)):
+        want = called(a, b)
+        put = [gt.from_full(t, on, sbp if t.dim() else B) for t in (a, b)]
+        for operands in (put, [put[0], b], [a, put[1]]):
+            got = called(*operands)
+            assert got.dtype == want.dtype and got.stride() == want.stride(), (got.stride(), want.stride())
+            assert torch.equal(got.full_tensor(), want)

@@ -325,6 +325,7 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
     if key is not None and (dtypes := _alike.get(key)) is not None:
         return [torch.empty(operands[0].shape, dtype=dtype, device="meta") for dtype in dtypes]
     stand_ins = [_meta_operand(own) for own in operands]
+    stand_ins = _of_one_shape(stand_ins) if call.func.namespace == "prims" else stand_ins
     args, kwargs = call.arguments_with(stand_ins)
     if "device" in kwargs:
         kwargs["device"] = torch.device("meta")
@@ -359,6 +360,12 @@ def _symbolic_meta(call: Call, operands: list[Spec], symbol: Any) -> list[Any]:
                      for own in operands]
         args, kwargs = call.arguments_with(stand_ins)
         return list(values_of((MADE_OF.get(call.func, call.func)(*args, **kwargs),)))
+
+
+def _of_one_shape(stand_ins: list[torch.Tensor]) -> list[torch.Tensor]:
+    """For torch.ops.prims, which take an operand of 0 dims beside others on a CPU only: it is as large as those."""
+    large = max(stand_ins, key=torch.Tensor.dim)
+    return [t if t.dim() else torch.empty_like(large, dtype=t.dtype) for t in stand_ins]
 
 
 def _meta_operand(own: Spec) -> torch.Tensor:
