@@ -172,3 +172,14 @@ def test_references_of_torch_take_operands_of_0_dims(name, sbp):
             got = called(*operands)
             assert got.dtype == want.dtype and got.stride() == want.stride(), (got.stride(), want.stride())
             assert torch.equal(got.full_tensor(), want)
+
+
+@pytest.mark.parametrize("sbp", [B, S(0)], ids=str)
+def test_references_of_torch_give_numbers(sbp):
+    torch.manual_seed(SEED)
+    x = torch.randint(1, 9, (5, 4))
+    y = gt.from_full(x, PLACEMENTS["dp"], sbp)
+    for a, b in ((x, y), (x * 0.5, y * 0.5), (x > 3, y > 3)):
+        assert torch.equal(a[:1].sum().view(1), torch.tensor([_refs.item(b[:1].sum())]))
+        assert type(torch.ops.prims.item(b.sum())) is type(torch.ops.prims.item(a.sum()))
+        assert _refs.equal(b, b) is True and _refs.equal(b, ~b if b.dtype is torch.bool else b + 1) is False

@@ -51,9 +51,10 @@ proof.look_lines_up_in(TABLE)                        # the judge is in a room be
 
 
 def _op(name: str) -> OpOverload:
-    """aten.add.Tensor from "add.Tensor", aten.relu.default from "relu"."""
+    """aten.add.Tensor from "add.Tensor", aten.relu.default from "relu", prims.item.default from "prims::item"."""
+    namespace, _, name = name.rpartition("::")
     packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return getattr(getattr(getattr(torch.ops, namespace or "aten"), packet), overload or "default")
 
 
 def lines(names: str, family: Family, **columns: Any) -> None:
