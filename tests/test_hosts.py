@@ -201,8 +201,8 @@ LINE = ["[4] torch.float32", "[4] torch.int64"]
 
 @pytest.mark.processes
 @pytest.mark.parametrize("native, per_host, most, few", [
-    ("1", 2, 12, 4), ("1", 1, 12, 1), *[pytest.param(*case, marks=pytest.mark.long) for case in (
-        ("1", 2, 300, 4), ("0", 4, 300, 4), ("1", 1, 300, 4), ("1", 1, 300, 1), ("0", 1, 100, 1))]])
+    ("1", 2, 12, 4), *[pytest.param(*case, marks=pytest.mark.long) for case in (
+        ("1", 1, 12, 1), ("1", 2, 300, 4), ("0", 4, 300, 4), ("1", 1, 300, 4), ("1", 1, 300, 1), ("0", 1, 100, 1))]])
 def test_processes_on_several_hosts(native, per_host, most, few, tmp_path):
     """Processes that are said to be on several hosts share no memory: collectives do what has their name, or messages
     where no more than a `few` ranks gather."""
@@ -221,7 +221,7 @@ def test_processes_on_several_hosts(native, per_host, most, few, tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks, per_host, which", [
-    (2, 1, "all"), (4, 2, "grid"), *[pytest.param(n, 1, "all", marks=pytest.mark.long) for n in (4, 6)]])
+    (4, 2, "grid"), *[pytest.param(n, 1, "all", marks=pytest.mark.long) for n in (2, 4, 6)]])
 def test_zero_gathers_while_the_next_forward_pass_begins(ranks, per_host, which):
     """Parameters over a link come while the program goes on, by messages or, of many ranks, by gloo's all-gather."""
     for one in by_hand([PROGRAMS / "write_behind.py", which], ranks, LOCAL_WORLD_SIZE=str(per_host), **HOSTS):

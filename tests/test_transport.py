@@ -234,6 +234,7 @@ def test_arena_under_a_sanitizer(build, flavour, case):
     run(build("transport_arena", flavour), case, SEED)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("real_processes")           # others would not inherit the cores
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="takes two cores")
 def test_a_rank_that_waits_leaves_its_core_to_others():
