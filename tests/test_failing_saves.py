@@ -32,7 +32,7 @@ def test_each_operation_on_files_fails_once_and_for_good(processes, victim, fail
     seen = results(tmp_path)
     assert len(seen) == processes
     if every == 1:
-        assert {kind.partition(" ")[0] for kind, outcomes in seen[0].items() if "E" in outcomes} == fail, seen[0]
+        assert {kind.partition(" ")[0] for kind, outcomes in seen[0].items() if "E" in outcomes} >= fail, seen[0]
 
 
 @pytest.mark.parametrize("name", ["saving", "lease"])
