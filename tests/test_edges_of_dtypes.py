@@ -175,3 +175,12 @@ def test_a_row_with_an_infinity_has_no_softmax():
     for sbp in (S(0), S(1), B):
         got = torch.ops.aten._safe_softmax(gt.from_full(rows, TWO, sbp), 1)
         torch.testing.assert_close(got.full_tensor(), want, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
+                                   torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex32, torch.uint64], ids=str)
+def test_a_pending_sum_of_what_the_kernel_cannot_add_is_reduced(dtype):
+    whole = gt.ones(4, placement=gt.placement("cpu", [0, 1]), sbp="B").to(dtype)
+    for sbp in ("B", "S(0)"):
+        got = whole.to_global(sbp="P").to_global(sbp=sbp)
+        assert got.dtype == dtype and torch.equal(got.full_tensor().to(torch.complex64), torch.ones(4) + 0j)

@@ -16,6 +16,7 @@ from globaltensor.errors import DisagreementError, TransportError, where
 from globaltensor.layouts.layout import Layout, Spec, completes, contiguous, dense
 from globaltensor.layouts.recent import remembered
 from globaltensor.runtime import deadlock, lineage
+from globaltensor.runtime.dtypes import FLOAT8, SIGNED
 from globaltensor.runtime.ended import error_after_end, mark_as_end
 from globaltensor.runtime.liveness import Loss, advice_after, first_lost, process_of, stopped_rank
 from globaltensor.runtime.native import torch_ext
@@ -24,8 +25,7 @@ from globaltensor.runtime.world import local_ranks_of, world
 from globaltensor.tracebacks import api_boundary
 
 # Of these the kernel moves bytes, but adds no numbers.
-NOT_REDUCED = {torch.complex32, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
-               torch.uint16, torch.uint32, torch.uint64}
+NOT_REDUCED = {torch.complex32, *SIGNED, *FLOAT8}
 
 
 @remembered

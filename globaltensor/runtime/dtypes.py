@@ -5,8 +5,7 @@ import torch
 
 # torch adds and fills none of these. Seen as signed ones, their sums have the same bits.
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-FLOAT8 = {getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
-                                            "float8_e8m0fnu")}
+FLOAT8 = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu}
 # What holds all values of a dtype that torch only moves, and only in some layouts.
 WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64,        # as bits, and back
          torch.complex32: torch.complex64, **dict.fromkeys(FLOAT8, torch.float32)}
