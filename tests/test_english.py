@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,13 +69,15 @@ def strings() -> Iterator[Text]:
                 yield Text(f"{path.relative_to(ROOT)}:{node.lineno}", prose(node.value))
 
 
-TEXTS = [*pages(), *strings()]
+@cache
+def texts() -> list[Text]:
+    return [*pages(), *strings()]
 
 
 @pytest.mark.check
 def test_words_are_plain():
     wrong = [f"{place}: {match[0]!r}: {instead}" for pattern, instead in words_to_avoid().items()
-             for place, text in TEXTS for match in pattern.finditer(text)]
+             for place, text in texts() for match in pattern.finditer(text)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -90,12 +93,12 @@ def articles(text: str) -> list[str]:
 
 
 def test_no_word_is_doubled():
-    wrong = [f"{place}: {words}" for place, text in TEXTS for words in doubled(text)]
+    wrong = [f"{place}: {words}" for place, text in texts() for words in doubled(text)]
     assert not wrong, "\n".join(wrong)
 
 
 def test_articles_fit_the_word_behind_them():
-    wrong = [f"{place}: {words}" for place, text in TEXTS if ".md:" in place for words in articles(text)]
+    wrong = [f"{place}: {words}" for place, text in texts() if ".md:" in place for words in articles(text)]
     assert not wrong, "\n".join(wrong)
 
 
