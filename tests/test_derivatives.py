@@ -74,6 +74,24 @@ V = torch.randn(4, 3, dtype=torch.float64, generator=generator)
 BIAS = torch.randn(5, dtype=torch.float64, generator=generator)
 INDEX = torch.tensor([0, 2, 2, 1])
 
+
+
+def write_to_views(x, on):
+    y = x.sin()
+    y[..., 1:].mul_(x[..., :-1])
+    y[..., 0] = x[..., 3] * 2
+    y.narrow(-1, 2, 2).exp_()
+    return y * x
+
+
+def write_to_a_base(x, on):
+    y = x * 2
+    view, moved = y[..., 2:], y.movedim(-1, 0)
+    y.mul_(x)
+    moved[1].add_(x[..., 0])
+    return y * view.sum(-1, keepdim=True)
+
+
 # Of tensors of any number of dims, the last of size 4.
 PROGRAMS = {
     "boxing": lambda x, on: on.box(x.sin(), B) * x,
@@ -93,6 +111,7 @@ PROGRAMS = {
     "chosen elements": lambda x, on: x.sin() * x.max() + x * x.median(),
     "picked elements": lambda x, on: torch.stack([x.sin(), x ** 2], -1).movedim((-2, -1), (0, 1))[INDEX, INDEX % 2],
     "norm": lambda x, on: F.layer_norm(x, (4,)) * torch.linalg.vector_norm(x, dim=-1, keepdim=True),
+    "writes to views": write_to_views, "writes to a base": write_to_a_base,
 }
 
 

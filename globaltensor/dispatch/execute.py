@@ -28,7 +28,7 @@ from globaltensor.runtime.lineage import ignores_first
 from globaltensor.runtime.meta import without_memory
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.philox import draw_key
-from globaltensor.runtime.torch_internals import OpOverload, break_graph, compiling, is_of_a_trace
+from globaltensor.runtime.torch_internals import OpOverload, break_graph, compiling, is_of_a_trace, set_view_replay
 from globaltensor.runtime.world import world
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -39,7 +39,8 @@ Remake = Callable[[OpOverload, Sequence[Any]], list[Shards]]
 def execute(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwargs: dict[str, Any], remake: Remake) -> Any:
     """Run a recipe. A view that must be boxed is made when it is read, by `remake`."""
     if recipe.func.is_view and (torch_ext is None or args[0].traced):
-        args[0].viewed = True                        # native code notes it itself
+        args[0].viewed = True                        # native code does both itself
+        set_view_replay(True)                        # a wrapper of torch.func would be asked where it lies in memory
     if recipe.boxes_view:
         return _boxed_views(cls, recipe, Call(recipe.func, args, kwargs), remake)
     operands, held, results = _run_ranks(cls, recipe, args, kwargs)
