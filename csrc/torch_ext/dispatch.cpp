@@ -4,7 +4,6 @@
 // goes on to what torch has there: other subclasses, and everything while a dispatch mode is active. A call that is new
 // is decided in Python; one whose recipe says so runs there.
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/AutogradState.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/PyInterpreter.h>
@@ -72,17 +71,12 @@ void call_python(const c10::OperatorHandle& op, Stack* stack) {
   (*getPyInterpreter())->python_dispatcher(op, c10::DispatchKeySet(kGlobal), stack);
 }
 
-// A view op's base, which comes first, is noted as one: not every change of it is possible then. From here on, autograd
-// makes views in this thread again by the calls that made them. That is its way with global tensors, but not with what
-// stands for one in a transform of torch.func: it would ask that for an offset in memory, and find 0.
+// A view op's base, which comes first, is noted as one: not every change of it is possible then.
 void note_view(const c10::OperatorHandle& op, const c10::IValue* args) {
   const auto& returns = op.schema().returns();
   if (returns.empty() || !returns[0].alias_info() || returns[0].alias_info()->isWrite() || !args[0].isTensor()) return;
   auto* impl = args[0].toTensor().unsafeGetTensorImpl();
-  if (!is_global(impl)) return;
-  static_cast<GlobalImpl*>(impl)->viewed.store(true, std::memory_order_relaxed);
-  if (auto& state = c10::AutogradState::get_tls_state(); !state.get_view_replay_enabled())
-    state.set_view_replay_enabled(true);
+  if (is_global(impl)) static_cast<GlobalImpl*>(impl)->viewed.store(true, std::memory_order_relaxed);
 }
 
 // May this recipe be run here and now? Boxings that someone watches go through Python, which tells the watcher.

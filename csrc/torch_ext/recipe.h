@@ -142,6 +142,7 @@ const c10::DispatchKeySet kAboveKernels = c10::autograd_dispatch_keyset_with_ADI
     c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
 
 void claim_ops();                                  // all of torch's: the kernel below stands at their Python key
+void claim_views();                                // view_replay.cpp
 
 // The kernel at torch's Python key, and what it does by the kind of the recipe. Arguments come and results go by stack.
 void dispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);

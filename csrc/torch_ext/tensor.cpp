@@ -337,7 +337,7 @@ const c10::Storage& GlobalImpl::storage() const {
 }
 
 static void claim_all_ops() {
-  [[maybe_unused]] static const bool claimed = (claim_ops(), true);
+  [[maybe_unused]] static const bool claimed = (claim_ops(), claim_views(), true);
 }
 
 at::Tensor wrap(const Spec* spec, Shards&& shards) {

@@ -39,8 +39,9 @@ Remake = Callable[[OpOverload, Sequence[Any]], list[Shards]]
 def execute(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwargs: dict[str, Any], remake: Remake) -> Any:
     """Run a recipe. A view that must be boxed is made when it is read, by `remake`."""
     if recipe.func.is_view and (torch_ext is None or args[0].traced):
-        args[0].viewed = True                        # native code does both itself
-        set_view_replay(True)                        # a wrapper of torch.func would be asked where it lies in memory
+        args[0].viewed = True                        # native code notes it itself
+        if torch_ext is None:
+            set_view_replay(True)                    # view_replay.cpp says why, and does so in transforms only
     if recipe.boxes_view:
         return _boxed_views(cls, recipe, Call(recipe.func, args, kwargs), remake)
     operands, held, results = _run_ranks(cls, recipe, args, kwargs)
