@@ -40,6 +40,11 @@ class Samples(Dataset):
         return torch.arange(18.0).view(6, 3) + 100 * i, i
 
 
+def at(epoch, position, samples):
+    """The state of a loader there."""
+    return {"epoch": epoch, "position": position, "samples": samples}
+
+
 def plain(dataset, sampler):
     """The batches that plain torch makes of an epoch."""
     return [default_collate([dataset[i] for i in indices]) for indices in sampler]
@@ -196,11 +201,11 @@ def test_epochs_follow_each_other():
     """One that was gone through is followed by the next, one that was broken off is begun again."""
     sampler = Sampler(5, 2, shuffle=True)
     first = list(sampler)
-    assert sampler.epoch == 0
+    assert sampler.epoch == 1, "between iterations it is the next one"
     second = list(sampler)
-    assert sampler.epoch == 1 and second != first
+    assert sampler.epoch == 2 and second != first
     next(iter(sampler))
-    assert sampler.epoch == 2 and sampler.state_dict() == {"consumed": 12}
+    assert sampler.epoch == 2 and sampler.state_dict() == at(2, 2, 5)
     third = list(sampler)
     sampler.set_epoch(0)
     assert list(sampler) == first
@@ -209,7 +214,7 @@ def test_epochs_follow_each_other():
     sampler.set_epoch(2)
     assert list(sampler) == third
     dropping = Sampler(2, 5, tail="drop")
-    assert list(dropping) == list(dropping) == [] and dropping.epoch == 1
+    assert list(dropping) == list(dropping) == [] and dropping.epoch == 2
 
 
 def test_a_sampler_of_the_user():
@@ -244,7 +249,7 @@ def test_resume_goes_on_with_the_next_batch(after, workers):
                 break
     state = first.state_dict()
     everything = [i for order in orders for i in order]
-    assert state == {"consumed": len(seen)} and seen == everything[:len(seen)]
+    assert state["epoch"] * 11 + state["position"] == len(seen) and seen == everything[:len(seen)]
     second = DataLoader(Samples(11), 3, place([2, 0, 1]), S(0), **{**options, "num_workers": 0})
     second.load_state_dict(state)
     for epoch in range(second.epoch, 3):
@@ -253,21 +258,151 @@ def test_resume_goes_on_with_the_next_batch(after, workers):
     assert seen == everything
 
 
+# how a program counts its epochs, from the one that it was in when it saved
+COUNTS = {
+    "its own": lambda loader, start: iter(range(start, EPOCHS)),
+    "its own, set": lambda loader, start: (loader.set_epoch(e) or e for e in range(start, EPOCHS)),
+    "the loader's": lambda loader, start: iter(range(loader.epoch, EPOCHS)),
+    "the loader's, set": lambda loader, start: (loader.set_epoch(e) or e for e in range(loader.epoch, EPOCHS)),
+    "asks the loader": lambda loader, start: iter(lambda: loader.epoch if loader.epoch < EPOCHS else None, None),
+}
+EPOCHS = 3
+MOMENTS = ("before the first batch", "in the loop", "loop broken off", "after the loop")
+
+
+def batches_of_job(loader, count, saved, ends=None):
+    """The batches of a job that goes on from what was saved, and what it saves at its end: ends is (after how many
+    batches of this job, at which moment)."""
+    seen, start = [], 0
+    if saved is not None:
+        loader.load_state_dict(saved["loader"])
+        start = saved["epoch"]
+
+    def save(epoch):
+        return seen, {"loader": loader.state_dict(), "epoch": epoch}
+
+    for epoch in COUNTS[count](loader, start):
+        iteration, ended = iter(loader), False
+        if ends == (len(seen), "before the first batch"):
+            return save(epoch)
+        for batch in iteration:
+            seen.append(batch if isinstance(batch[0], int) else batch[1].full_tensor().tolist())
+            if ends == (len(seen), "in the loop"):
+                return save(epoch)
+            if ends == (len(seen), "loop broken off"):
+                break
+        else:
+            ended = True
+        if not ended:
+            return save(epoch)
+        if ends == (len(seen), "after the loop"):
+            return save(epoch + 1)
+    return save(EPOCHS)
+
+
+def assert_job_goes_on(make, makes_next, count, same_batches):
+    """Wherever it ends, and ends again right after it has gone on, it has the batches of one that is not interrupted:
+    the same ones, or the same samples in batches of another size."""
+    want, _ = batches_of_job(make(), count, None)
+    again = [(k, moment) for k in range(2) for moment in MOMENTS]
+    for first in [(k, moment) for k in range(len(want) + 1) for moment in MOMENTS]:
+        for second in again:
+            got, saved = batches_of_job(make(), count, None, first)
+            for ends in (second, None):
+                more, saved = batches_of_job(makes_next(), count, saved, ends)
+                got = got + more
+            told = f"ended {first}, then {second}, epochs counted by {count}"
+            assert got == want if same_batches else sum(got, []) == sum(want, []), told
+            assert saved["loader"] == at(EPOCHS, 0, saved["loader"]["samples"]), told
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("n, batch, tail", [(6, 3, "exact"), (7, 3, "exact"), (7, 3, "pad"), (7, 3, "drop"),
+                                            (2, 3, "exact"), (2, 3, "pad"), (2, 3, "drop"), (0, 3, "exact")], ids=str)
+def test_a_job_that_ends_anywhere_has_neither_more_nor_fewer_batches(n, batch, tail, count):
+    """A state saved after the last batch of an epoch, in the loop, is not that of the epoch that follows."""
+    def make(size=batch):
+        return Sampler(n, size, shuffle=True, seed=4, tail=tail)
+
+    orders = [torch.randperm(n, generator=torch.Generator().manual_seed(mix(4, e))).tolist() for e in range(EPOCHS)]
+    uninterrupted = sum(batches_of_job(make(), count, None)[0], [])
+    assert tail != "exact" or uninterrupted == sum(orders, [])
+    assert_job_goes_on(make, make, count, True)
+    if tail == "exact":
+        for size in (1, 2, 9):
+            assert_job_goes_on(make, lambda size=size: make(size), count, False)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("ranks, sbp", [([0, 1, 2], S(0)), ([1], S(0)), ([0, 1], B)], ids=str)
+@pytest.mark.parametrize("batch", [2, 3])
+def test_a_job_that_ends_anywhere_goes_on_in_another_layout(ranks, sbp, batch, count):
+    def make(size=2, where=(0, 1), layout=S(0)):
+        return DataLoader(Samples(4), size, place(list(where)), layout, shuffle=True, seed=4)
+
+    assert_job_goes_on(make, lambda: make(batch, ranks, sbp), count, batch == 2)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_job_with_workers_that_ends_after_the_last_batch_of_an_epoch(moment, persistent):
+    """What workers have read ahead, and that they have no more, says nothing about where the program is."""
+    def make():
+        return DataLoader(Samples(5), 2, place([0, 1]), S(0), num_workers=1, persistent_workers=persistent)
+
+    got, saved = batches_of_job(make(), "its own", None, (3, moment))
+    assert got + batches_of_job(make(), "its own", saved)[0] == [[0, 1], [2, 3], [4]] * EPOCHS
+
+
+@pytest.mark.parametrize("set_epoch", [False, True])
+def test_a_loop_broken_off_after_the_last_batch_is_followed_by_the_next_epoch(set_epoch):
+    """In the program that breaks it off; so is one that was begun with the rest of an epoch, which is none."""
+    sampler = Sampler(4, 2)
+    for epoch in range(3):
+        if set_epoch:
+            sampler.set_epoch(epoch)
+        assert [batch for _, batch in zip(range(2), sampler)] == [[0, 1], [2, 3]] and sampler.state_dict() == at(
+            epoch, 4, 4)
+    sampler.load_state_dict(sampler.state_dict())
+    assert next(iter(sampler), None) is None and len(list(sampler)) == 2 and sampler.epoch == 4
+
+
+def test_a_position_is_one_among_the_samples_of_its_epoch():
+    """In the middle of an epoch it is refused for a dataset of other length; at its end that has no more."""
+    sampler = Sampler(5, 2)
+    sampler.load_state_dict(at(3, 4, 4))
+    assert list(sampler) == [] and len(list(sampler)) == 3 and sampler.state_dict() == at(5, 0, 5)
+    sampler.load_state_dict(at(3, 2, 4))
+    with pytest.raises(GlobalTensorError, match="5 samples that had 4"):
+        list(sampler)
+    sampler.set_epoch(4)
+    assert len(list(sampler)) == 3
+    values = [torch.zeros(1)] * 4
+    loader = DataLoader(values, 2, place([0, 1]), S(0))
+    for step, _ in enumerate(loader, 1):
+        if step == 2:
+            values.append(torch.zeros(1))            # while the program is still in the loop
+            state = loader.state_dict()
+    loader.load_state_dict(state)
+    assert list(loader) == [] and len(list(loader)) == 3
+
+
 def test_resume_in_a_tail():
     sampler = Sampler(7, 3, tail="pad")
-    sampler.load_state_dict({"consumed": 7 + 5})
-    assert sampler.epoch == 1 and list(sampler) == [[5, 6, 0]] and sampler.state_dict() == {"consumed": 14}
+    sampler.load_state_dict(at(1, 5, 7))
+    assert sampler.epoch == 1 and list(sampler) == [[5, 6, 0]] and sampler.state_dict() == at(2, 0, 7)
     sampler = Sampler(7, 3, tail="drop")
-    sampler.load_state_dict({"consumed": 5})
-    assert list(sampler) == [] and list(sampler) == [[0, 1, 2], [3, 4, 5]] and sampler.state_dict() == {"consumed": 14}
+    sampler.load_state_dict(at(0, 5, 7))
+    assert list(sampler) == [] and list(sampler) == [[0, 1, 2], [3, 4, 5]] and sampler.state_dict() == at(2, 0, 7)
 
 
 def test_a_loaded_state_is_resumed_once():
     loader = DataLoader(Samples(6), 2, place([0, 1]), S(0))
-    loader.load_state_dict({"consumed": 2})
+    loader.load_state_dict(at(0, 2, 6))
     assert [label.tolist() for _, label in loader] == [[2, 3], [4, 5]]
-    assert len(list(loader)) == 3 and loader.epoch == 1
-    loader.load_state_dict({"consumed": 2})
+    assert len(list(loader)) == 3 and loader.epoch == 2
+    loader.load_state_dict(at(0, 2, 6))
     loader.set_epoch(1)
     assert len(list(loader)) == 3
 
@@ -302,7 +437,7 @@ def test_augmentations_are_the_same_for_every_layout(options):
     assert noise(got) == first and len({tuple(v) for v in first.values()}) == 9
     second = noise(want)
     assert all(first[i] != second[i] for i in first), "another epoch, other numbers"
-    got.load_state_dict({"consumed": 9})
+    got.load_state_dict(at(1, 0, 9))
     assert noise(got) == second
 
 
@@ -364,9 +499,9 @@ def test_iterations_that_are_broken_off(options):
         iteration = iter(loader)
         assert [next(iteration)[1].tolist() for _ in range(3)] == want[:3]
     state = loader.state_dict()
-    assert state == {"consumed": 6} and labels(loader) == want
+    assert state == at(0, 6, 20) and labels(loader) == want
     loader.load_state_dict(state)
-    assert labels(loader) == want[3:] and labels(loader) == want and loader.epoch == 1
+    assert labels(loader) == want[3:] and labels(loader) == want and loader.epoch == 2
     if not options.get("persistent_workers"):
         a, b = iter(loader), iter(loader)
         assert [x[1].tolist() for pair in zip(a, b) for x in pair] == [x for x in want for _ in range(2)]
@@ -432,7 +567,9 @@ def test_global_tensors_are_no_data():
         list(DataLoader(Samples(4), 4, place([0, 1]), S(0), collate_fn=lambda samples: x))
 
 
-@pytest.mark.parametrize("state", [{}, {"consumed": -1}, {"consumed": 1.5}, 3, None], ids=str)
+@pytest.mark.parametrize("state", [{}, {"epoch": 0}, {"epoch": -1, "position": 0, "samples": 4},
+                                   {"epoch": 0, "position": 1.5, "samples": 4}, {"epoch": 0, "position": 5,
+                                                                                 "samples": 4}, 3, None], ids=str)
 def test_no_state(state):
     with pytest.raises(GlobalTensorError, match="not the state"):
         Sampler(4, 2).load_state_dict(state)

@@ -139,6 +139,28 @@ def test_resume_takes_the_last_version_that_is_whole(tmp_path):
         gt.resume({"y": torch.zeros(3), "n": 0}, tmp_path)
 
 
+@pytest.mark.parametrize("last", [1, 3, 4, 8, 12])
+def test_the_job_of_the_page_takes_as_many_steps_wherever_it_is_asked_to_end(last, tmp_path, monkeypatch):
+    """Of 3 epochs of 4 batches; also after the last batch of an epoch, and of the last one."""
+    page = (Path(__file__).parents[1] / "docs" / "running.md").read_text()
+    program = page.split("## Jobs that go on by themselves")[1].split("```python\n")[1].split("```")[0]
+    asked = 0
+
+    def preempted():
+        nonlocal asked
+        asked += 1
+        return asked == last
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gt, "preempted", preempted)
+    with pytest.raises(SystemExit):
+        exec(program, {})
+    names: dict = {}
+    exec(program, names)
+    assert asked == 12
+    assert {moments["step"].item() for moments in names["optimizer"].state.values()} == {12.0}
+
+
 @pytest.mark.parametrize("number", preemption.SIGNALS)
 def test_signals_are_noted_and_reach_the_program_s_own_handler(number, monkeypatch):
     monkeypatch.setattr(preemption, "_preemption", preemption.Preemption())

@@ -71,7 +71,7 @@ class DataLoader:
     """Iterates over a dataset in batches of global tensors.
 
     dataset      map-style: `dataset[i]` and `len(dataset)`; the same in every process. It may grow or shrink between
-                 epochs, if no `sampler` is given; a state is loaded when it is as long as it was when that was saved
+                 epochs, if no `sampler` is given; an epoch is resumed while it is as long as it was in that epoch
     batch_size   of the global batch, whatever the number of ranks
     placement    of the batches
     sbp          of the batches: split(0) along axes that divide the batch, broadcast along others; split(1), ... along
@@ -97,8 +97,8 @@ class DataLoader:
     that reads it: ranks that share rows compare them, at the 1st, 2nd, 4th, 8th, ... batch. Every process of the
     program must iterate, including those outside the placement.
 
-    The state, `state_dict()`, is one integer: the samples yielded, not those prefetched. Iterations and epochs are
-    those of `Sampler`.
+    The state, `state_dict()`, is the epoch and the samples of it that were yielded, not those prefetched. Iterations
+    and epochs are those of `Sampler`.
 
     Workers are not ranks: datasets must not use global tensors. Raises GlobalTensorError for a dataset that is not
     map-style, and for arguments that do not fit together; SbpError for a partial sbp; while iterating, ShapeError for
@@ -158,7 +158,7 @@ class DataLoader:
         if self._own_generator:
             first = self._cutter.rows(s.batch_size)[0]           # else the workers of all ranks would draw the same
             self._generator.manual_seed(mix(s.seed, s.epoch, first))
-        return self._iterate(iter(self._inner), expected)
+        return self._iterate(iter(self._inner), expected, s.epoch)
 
     @property
     def epoch(self) -> int:
@@ -171,19 +171,17 @@ class DataLoader:
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """How many samples were yielded, including those of earlier epochs: {"consumed": int}."""
-        if self.sampler.between_epochs:
-            self.sampler.resize(self._samples())
+        """The epoch, how many of its samples were yielded, and how many it has: all that is needed to go on there."""
         return self.sampler.state_dict()
 
     @api_boundary
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue after so many samples, possibly on other ranks and with another batch size."""
-        self.sampler.n = self._samples()
+        """Continue at this position, possibly on other ranks and with another batch size."""
+        self.sampler.resize(self._samples())
         self.sampler.load_state_dict(state)
 
     @api_boundary
-    def _iterate(self, loaded: Iterator[Any], batches: Iterator[Batch]) -> Iterator[Any]:
+    def _iterate(self, loaded: Iterator[Any], batches: Iterator[Batch], epoch: int) -> Iterator[Any]:
         for batch in batches:
             total, sums = len(batch.indices), None
             seed = mix(self.sampler.seed, batch.epoch, batch.start, self._cutter.rows(total)[0])
@@ -204,6 +202,7 @@ class DataLoader:
             self.sampler.yielded(batch)
             yield global_batch
         next(loaded, None)                           # lets the workers end, or wait for the next epoch
+        self.sampler.ended(epoch)
 
     def _checks(self) -> bool:
         """Are batches compared? In a lone process there is nobody to compare them with."""

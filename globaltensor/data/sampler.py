@@ -1,8 +1,13 @@
-"""The order of samples: one permutation per epoch, one integer of state, independent of ranks.
+"""The order of samples: one permutation per epoch, an epoch and a position of state, independent of ranks.
 
 Epoch e of n samples is order(e), n indices: torch.randperm from a generator seeded with mix(seed, e), or 0 ... n - 1
-without shuffling. A batch is the next batch_size of them. The position in an epoch is 0 ... n, so the samples consumed
-are e * n + position: from there training can resume with another batch size, on other ranks.
+without shuffling. A batch is the next batch_size of them. The position in an epoch is 0 ... n: from there training can
+resume with another batch size, on other ranks.
+
+    state saved                               epoch   position   the first iteration after it was loaded
+    in the loop of epoch e, after k samples   e       k          the rest of epoch e
+    in that loop, after its last batch        e       n          no batches: the program's loop of epoch e ends
+    after that loop                           e + 1   0          epoch e + 1
 
 A tail, the n % batch_size samples that fill no batch, is one of
 
@@ -47,6 +52,10 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
     completed epoch is followed by the next; one that was broken off starts again. `set_epoch` chooses another. Another
     order, such as a weighted one, is a subclass with its own `order`.
 
+    An epoch has ended when its iteration has: a state saved in the loop, after the last batch, resumes with no batches,
+    so that the program's own loop of that epoch ends too. A loop that does not ask for more after the last batch, such
+    as one over `itertools.islice(loader, len(loader))`, has not ended the epoch: there let `set_epoch` begin each.
+
     Raises GlobalTensorError for an invalid batch_size, n or tail.
     """
 
@@ -62,6 +71,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
             raise GlobalTensorError(f"tail={tail!r}", 'a tail is one of "exact", "pad", "drop"', f'tail="{near[0]}"')
         self.n, self.batch_size, self.shuffle, self.seed, self.tail = n, batch_size, shuffle, seed, tail
         self._epoch, self._position, self._resume = 0, 0, False
+        self._samples = n                            # of the epoch that the position is in; n: of those that follow
 
     @property
     def epoch(self) -> int:
@@ -77,44 +87,28 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         if not (self._resume and epoch == self._epoch):
             self._epoch, self._position, self._resume = epoch, 0, False
 
-    @property
-    def between_epochs(self) -> bool:
-        """Is no epoch begun that is not over?"""
-        return self._position in (0, self.n)
-
-    @api_boundary
     def resize(self, n: int) -> None:
-        """Between iterations: the epochs that follow have n samples. An epoch that was broken off starts again.
-
-        Raises GlobalTensorError where it would go on in the middle, as its position was loaded.
-        """
-        if n == self.n:
-            return
-        if self._resume and not self.between_epochs:
-            raise GlobalTensorError(f"a dataset of {n} samples that had {self.n} when a position in it was loaded",
-                                    "the position is one among the samples of that epoch",
-                                    "load the state once the dataset is as it was, or begin an epoch: "
-                                    f"set_epoch({self._epoch + 1})")
-        if self.n and self._position == self.n:      # that epoch is over
-            self._epoch, self._position = self._epoch + 1, 0
+        """The epochs that begin from now on have n samples."""
         self.n = n
 
     def state_dict(self) -> dict[str, int]:
-        """How many samples were yielded, including those of earlier epochs, which count as if of the same size."""
-        return {"consumed": self._epoch * self.n + self._position}
+        """The epoch, how many of its samples were yielded, and how many it has."""
+        return {"epoch": self._epoch, "position": self._position, "samples": self._samples}
 
     @api_boundary
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue after so many samples, whatever the batch size, tail or ranks were when the state was saved.
+        """Continue at this position, whatever the batch size, tail or ranks were when the state was saved.
 
         Raises GlobalTensorError for an invalid state.
         """
-        consumed = state.get("consumed") if isinstance(state, dict) else None
-        if not _is_count(consumed):
-            raise GlobalTensorError(f"not the state of a sampler: {state!r}", 'a state is {"consumed": an int}',
+        values = state if isinstance(state, dict) else {}
+        numbers = [values.get(name) for name in ("epoch", "position", "samples")]
+        epoch, position, samples = (n if _is_count(n) else -1 for n in numbers)
+        if min(epoch, position) < 0 or position > samples:
+            raise GlobalTensorError(f"not the state of a sampler: {state!r}",
+                                    'a state is {"epoch": an int, "position": an int up to samples, "samples": an int}',
                                     "sampler.load_state_dict(other.state_dict())")
-        self._epoch, self._position = divmod(consumed, self.n) if self.n else (0, 0)
-        self._resume = True
+        self._epoch, self._position, self._samples, self._resume = epoch, position, samples, True
 
     def __len__(self) -> int:
         """Batches in a whole epoch."""
@@ -125,10 +119,14 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         full, rest = divmod(samples, self.batch_size)
         return full + (rest > 0 and self.tail != "drop")
 
+    @api_boundary
     def __iter__(self) -> Iterator[list[int]]:
-        for batch in self.batches():
+        batches = self.batches()
+        epoch = self._epoch
+        for batch in batches:
             self.yielded(batch)
             yield batch.indices
+        self.ended(epoch)
 
     def order(self, epoch: int) -> Sequence[int] | torch.Tensor:
         """The n indices of an epoch, in their order; must be the same on every rank."""
@@ -138,10 +136,17 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
 
     def batches(self) -> Iterator[Batch]:
         """Begin an iteration. Its batches may be prefetched; `yielded` says which one has reached the user."""
+        over = self._samples > 0 and self._position == self._samples
         if not self._resume:
-            done = self.n > 0 and self._position == self.n
-            self._epoch, self._position = self._epoch + done, 0
-        self._resume = False
+            self._epoch, self._position = self._epoch + over, 0
+        elif over:                                   # the program is in the loop of this epoch, after its last batch
+            self._position = self.n
+        elif self._position and self._samples != self.n:
+            raise GlobalTensorError(f"a dataset of {self.n} samples that had {self._samples} when a position in it was "
+                                    "saved", "the position is one among the samples of that epoch",
+                                    "iterate while the dataset is as it was, or begin an epoch: "
+                                    f"set_epoch({self._epoch + 1})")
+        self._samples, self._resume = self.n, False
         epoch, start, count = self._epoch, self._position, self.count_batches(self.n - self._position)
         order = self.order(epoch)
         if len(order) != self.n:
@@ -154,6 +159,15 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
     def yielded(self, batch: Batch) -> None:
         """This batch has reached the user: state_dict() is now the state after it."""
         self._epoch, self._position = batch.epoch, batch.stop
+
+    def ended(self, epoch: int) -> None:
+        """The iteration of this epoch has ended: state_dict() is now that of the next epoch, at its start.
+
+        Not before: a program that counts epochs and saves after the last batch, but within its loop, is still in this
+        one when it resumes.
+        """
+        if (self._epoch, self._position) == (epoch, self._samples):          # no other was set meanwhile
+            self._epoch, self._position = epoch + 1, 0
 
     def _cut(self, order: Any, epoch: int, start: int, count: int) -> Iterator[Batch]:
         for k in range(count):
