@@ -29,6 +29,7 @@ from globaltensor.runtime import (
 )
 from globaltensor.tensors import plain as _plain
 from globaltensor.tensors.global_tensor import GlobalTensor as _GlobalTensor
+from globaltensor.tracebacks import api_boundary as _api_boundary
 
 __version__ = "0.1.0"
 
@@ -36,8 +37,8 @@ _plain.install_attributes()
 _dcp_protocol.install_dcp_protocol()
 torch.nn.Module.to_global = _modules.to_global  # type: ignore[attr-defined]  # a module learns two methods
 torch.nn.Module.to_local = _modules.module_to_local  # type: ignore[attr-defined]
-_GlobalTensor.to_dtensor = lambda x, mesh=None: _importlib.import_module(  # type: ignore[attr-defined]  # and tensors one
-    "globaltensor.dtensor.conversion").to_dtensor(x, mesh)
+_GlobalTensor.to_dtensor = _api_boundary(lambda x, mesh=None: _importlib.import_module(  # type: ignore[attr-defined]
+    "globaltensor.dtensor.conversion").to_dtensor(x, mesh))          # and tensors one
 
 _ERRORS = ("ArgumentError", "BoxingError", "DisagreementError", "GlobalTensorError", "InPlaceError",
            "MixedPlacementError", "OutOfRangeError", "PlacementError", "PlainTensorError", "RuleError",

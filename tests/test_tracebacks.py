@@ -20,7 +20,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_map_only
 
 import globaltensor as gt
-from globaltensor.errors import OURS, TORCH, GlobalTensorError
+from globaltensor.errors import OURS, TORCH, GlobalTensorError, TransportError
+from globaltensor.runtime import start, world
 from globaltensor.runtime.native import torch_ext
 
 
@@ -242,11 +243,87 @@ def test_backward_errors_show_the_call_of_backward():
     assert isinstance(error, GlobalTensorError) and not [f for f in frames(error) if f.startswith(OURS)]
 
 
+# functions of public classes that need be no boundary: they only ask, only make what they were given into an object,
+# or raise what torch and Python raise
+OPEN = {
+    "GlobalTensor": "wrap_traced placement sbp is_global to_global with_dealt_parts data requires_grad copy_ "
+                    "new_tensor new data_ptr untyped_storage",
+    "Plan": "axes __getitem__ __iter__ __len__",
+    "Strategy": "as_text",
+    "data.DataLoader": "__len__ epoch state_dict",
+    "data.Sampler": "epoch resize state_dict __len__ count_batches order batches yielded ended",
+    "dtensor.ColwiseParallel": "__init__",
+    "dtensor.RowwiseParallel": "__init__",
+    "dtensor.DeviceMesh": "__enter__ __exit__ size get_rank get_coordinate",
+    "placement": "ranks_along",
+}
+PUBLIC_OPERATORS = {"__init__", "__new__", "__call__", "__iter__", "__getitem__", "__len__", "__enter__", "__exit__"}
+
+
+def is_open(function) -> bool:
+    return (inspect.isfunction(function) and not hasattr(function, "__wrapped__")
+            and function.__code__.co_filename.startswith(OURS))
+
+
+def public(name, value):
+    """(name, function) of all functions of a public name: of a room its names', of a class its own methods."""
+    if inspect.ismodule(value):
+        for each in getattr(value, "__all__", ()):
+            yield from public(f"{name}.{each}", getattr(value, each))
+    elif inspect.isclass(value) and not issubclass(value, BaseException):
+        for each, method in vars(value).items():
+            if not each.startswith("_") or each in PUBLIC_OPERATORS:
+                for function in (method.fget, method.fset) if isinstance(method, property) else (method,):
+                    yield f"{name}.{each}", getattr(function, "__func__", function)
+    else:
+        yield name, value
+
+
 def test_every_function_of_the_face_is_a_boundary():
-    """Functions that only ask, and cannot fail, need none."""
-    open_ones = {name for name in gt.FACE if inspect.isfunction(getattr(gt, name))
-                 and not hasattr(getattr(gt, name), "__wrapped__")}
-    assert open_ones == {"rank", "world_size"}, open_ones
+    open_ones = {name for face in gt.FACE for name, function in public(face, getattr(gt, face)) if is_open(function)}
+    assert open_ones == {f"{name}.{each}" for name, all_of_it in OPEN.items() for each in all_of_it.split()}
+
+
+class Short(gt.data.Sampler):
+    def order(self, epoch):
+        return [1]
+
+
+BELOW_THE_FACE = {
+    "as_subclass": lambda: ones(4).as_subclass(int),
+    "to_dtensor": lambda: ones(4).to_dtensor(),
+    "of_type": lambda: on().of_type("none"),
+    "DeviceMesh": lambda: gt.dtensor.DeviceMesh("cpu", [[0, 0]]),
+    "get_group": lambda: gt.dtensor.DeviceMesh("cpu", [0, 1]).get_group(),
+    "get_all_groups": lambda: gt.dtensor.DeviceMesh("cpu", [0, 1]).get_all_groups(),
+    "SequenceParallel": lambda: gt.dtensor.SequenceParallel(sequence_dim="x"),
+    "PrepareModuleInput": lambda: gt.dtensor.PrepareModuleInput(input_layouts=gt.dtensor.Shard(0)),
+    "PrepareModuleOutput": lambda: gt.dtensor.PrepareModuleOutput(output_layouts=gt.dtensor.Shard(0),
+                                                                      desired_output_layouts=()),
+    "PrepareModuleInputOutput": lambda: gt.dtensor.PrepareModuleInputOutput(
+        output_layouts=gt.dtensor.Shard(0), desired_output_layouts=()),
+    "Sampler": lambda: list(Short(3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", BELOW_THE_FACE)
+def test_errors_of_methods_show_no_frame_of_ours(name):
+    error = raised(BELOW_THE_FACE[name])
+    assert set(frames(error)) == {__file__}, frames(error)
+
+
+@pytest.mark.parametrize("ask", [lambda: gt.rank(), lambda: gt.world_size(), lambda: gt.placement.all("cpu"),
+                                 lambda: gt.placement("cpu", [0]), lambda: gt.init()])
+def test_a_world_that_cannot_start_shows_the_line_that_asked_for_it(ask, monkeypatch):
+    def fail(*args):
+        raise TransportError("no rank came", "a test", "none")
+
+    exec(compile("def in_ours(*args):\n    fail()", f"{OURS}start.py", "exec"), made := {"fail": fail})
+    monkeypatch.setattr(world, "_world", None)
+    monkeypatch.setattr(world, "_start_world", made["in_ours"])
+    monkeypatch.setattr(start, "recognize_launcher", made["in_ours"])
+    error = raised(ask)
+    assert isinstance(error, TransportError) and set(frames(error)) == {__file__}, frames(error)
 
 
 def test_all_that_native_code_calls_is_a_boundary():

@@ -31,6 +31,7 @@ class DeviceMesh(placement):
     mesh_dim_names: tuple[str, ...] | None
     mesh: torch.Tensor                               # the ranks
 
+    @api_boundary
     def __init__(self, device_type: str, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None,
                  root: DeviceMesh | None = None) -> None:
         super().__init__(device_type, mesh, mesh_dim_names)
@@ -51,6 +52,7 @@ class DeviceMesh(placement):
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild_mesh, (self.type, self.ranks, self.axis_names)
 
+    @api_boundary
     def of_type(self, type: str) -> DeviceMesh:
         if type == self.type:
             return self
@@ -84,6 +86,7 @@ class DeviceMesh(placement):
                                  f"mesh.get_local_rank({(self.axis_names or (0,))[0]!r})")
         return index[self._dim(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim or 0]
 
+    @api_boundary
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
         """torch's process group of the ranks along one dim, this process's among them: for torch's own collectives on
         plain tensors. The first of a mesh makes the groups of all its dims, for which every process of the world calls
@@ -91,6 +94,7 @@ class DeviceMesh(placement):
         """
         return self._of_torch().get_group(mesh_dim)
 
+    @api_boundary
     def get_all_groups(self) -> list[ProcessGroup]:
         """`get_group` along each dim."""
         return self._of_torch().get_all_groups()

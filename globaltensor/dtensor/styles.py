@@ -31,7 +31,7 @@ from globaltensor.errors import ArgumentError, SbpError, expect
 from globaltensor.runtime.world import world
 from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.global_tensor import GlobalTensor
-from globaltensor.tracebacks import api_boundary
+from globaltensor.tracebacks import api_boundary, torch_boundary
 
 Layouts = Placement | Sequence[Placement | None] | None
 _OF_MODULES = {nn.Linear: "Linear", nn.Embedding: "Embedding"}
@@ -117,6 +117,7 @@ class SequenceParallel(_Style):
 
     rows = {nn.Module: {}}
 
+    @torch_boundary
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
         super().__init__(Shard(sequence_dim), Shard(sequence_dim), use_local_output)
 
@@ -128,6 +129,7 @@ class PrepareModuleInput(ParallelStyle):
     """What a module takes: plain tensors lie as `input_layouts` say, and all are brought to `desired_input_layouts`;
     the same by keyword. None for what is to be left alone. `use_local_output` then hands out parts."""
 
+    @api_boundary
     def __init__(self, *, input_layouts: Layouts = None, desired_input_layouts: Layouts = None,
                  input_kwarg_layouts: Mapping[str, Placement] | None = None,
                  desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
@@ -163,6 +165,7 @@ class PrepareModuleInput(ParallelStyle):
 class PrepareModuleOutput(ParallelStyle):
     """What a module gives: as `PrepareModuleInput`."""
 
+    @api_boundary
     def __init__(self, *, output_layouts: Layouts, desired_output_layouts: Layouts,
                  use_local_output: bool = True) -> None:
         self.output_layouts = _as_tuple(output_layouts)
@@ -188,6 +191,7 @@ class PrepareModuleOutput(ParallelStyle):
 class PrepareModuleInputOutput(ParallelStyle):
     """Both."""
 
+    @api_boundary
     def __init__(self, *, input_layouts: Layouts = None, desired_input_layouts: Layouts = None,
                  input_kwarg_layouts: Mapping[str, Placement] | None = None,
                  desired_input_kwarg_layouts: Mapping[str, Placement] | None = None, use_local_input: bool = False,

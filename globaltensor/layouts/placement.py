@@ -140,6 +140,7 @@ class placement:
         return [self.flat[first + sum(steps)] for steps in product(*(
             range(0, self.shape[axis] * strides[axis], strides[axis]) for axis in axes))]
 
+    @api_boundary
     def of_type(self, type: str) -> placement:
         """The same ranks, on devices of another type; of a subclass, of that."""
         return self if type == self.type else placement(type, self.ranks, self.axis_names)

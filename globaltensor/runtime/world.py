@@ -20,6 +20,7 @@ from globaltensor.layouts.placement import placement
 from globaltensor.runtime.accelerators import GLOO, accelerator, accelerator_count
 from globaltensor.runtime.launchers import local_rank
 from globaltensor.runtime.machine import Machine
+from globaltensor.tracebacks import api_boundary
 
 
 @dataclass
@@ -98,6 +99,7 @@ def local_ranks_of(where: placement) -> tuple[int, ...]:
     return tuple(r for r in world().local_ranks if r in where.coords)
 
 
+@api_boundary
 def rank() -> int:
     """The first rank that this process drives, so that `if gt.rank() == 0: print(...)` prints once.
 
@@ -106,6 +108,7 @@ def rank() -> int:
     return world().rank
 
 
+@api_boundary
 def world_size() -> int:
     """How many ranks there are. Not collective, once the world has started; before, it starts it."""
     return world().size

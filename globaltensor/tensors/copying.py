@@ -13,7 +13,7 @@ from globaltensor.errors import ArgumentError, GlobalTensorError
 from globaltensor.runtime.torch_internals import OpOverload, end_graph, torch_function_enabled
 from globaltensor.runtime.world import world
 from globaltensor.tensors import gradients
-from globaltensor.tracebacks import torch_boundary
+from globaltensor.tracebacks import api_boundary, torch_boundary
 
 _OURS = {"spec", "lineage", "_shards", "arriving", "boxed_view", "viewed", "traced", "made_after", "completed",
          "no_memory", "emptied_later", "_is_param", gradients.ATTRIBUTE}
@@ -81,6 +81,7 @@ def same_memory_copy(x: Any) -> Any:
     return copied
 
 
+@api_boundary
 def keep_global(x: Any, cls: type) -> Any:
     """x.as_subclass(cls) of a global tensor: itself. Functions of a subclass of torch.Tensor ask it of each result, and
     then subclasses have no functions: a tensor of that class counts as plain beside a global one. Raises ArgumentError
