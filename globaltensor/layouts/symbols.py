@@ -51,6 +51,15 @@ def surely_equal(a: Any, b: Any) -> bool:
     return _torchs().statically_known_true(a == b) if has_symbols((a, b)) else bool(a == b)
 
 
+def tell_symbol_by(n: Any, size: Any) -> None:
+    """Let a size be told by another one that it is equal to, wherever it is a symbol of its own.
+
+    Of two equal symbols torch keeps one, by their names, and then reads that from the tensor that it came from.
+    """
+    if type(n) is _Symbol and type(size) is _Symbol and n.node.expr.is_Symbol and expected((n,)) == expected((size,)):
+        n.node.shape_env._set_replacement(n.node.expr, size.node.expr, "")
+
+
 def _torchs() -> Any:
     """What torch offers for symbols, which it has imported where there are some."""
     return sys.modules["torch.fx.experimental.symbolic_shapes"]

@@ -32,7 +32,7 @@ from globaltensor.layouts.layout import Layout, Shards, Spec, spec
 from globaltensor.layouts.placement import placement
 from globaltensor.layouts.recent import remembered
 from globaltensor.layouts.sbp import Sbp
-from globaltensor.layouts.symbols import has_symbols
+from globaltensor.layouts.symbols import has_symbols, tell_symbol_by
 from globaltensor.runtime.agreement import compare_plain
 from globaltensor.runtime.compiler_skips import keep_compiler_out
 from globaltensor.runtime.graph_symbols import in_graph
@@ -125,6 +125,8 @@ def _tie_sizes(own: Spec, shards: Shards) -> None:
     for rank, shard in shards.items():
         if has_symbols(shard.shape) or own.symbolic:
             part = own.local_shape(rank)
+            for n, size in zip(shard.shape, part):
+                tell_symbol_by(n, size)
             if tuple(shard.shape) != part:
                 raise GlobalTensorError(f"rank {rank} holds a shard of shape {list(shard.shape)} in a trace",
                                         f"its part of {own} is of shape {list(part)}", "mark_dynamic of fewer dims")
