@@ -407,3 +407,36 @@ STRIDED = {
 @pytest.mark.parametrize("name", STRIDED)
 def test_a_graph_speaks_of_the_memory_of_what_it_takes(name, sbp):
     same_as_plain(STRIDED[name], [X], [sbp], TWO)
+
+
+TRANSFORMS = {
+    "grad": lambda f: torch.func.grad(lambda x: f(x).sum()),
+    "grad of grad": lambda f: torch.func.grad(lambda x: torch.func.grad(lambda y: f(y).sum())(x).square().sum()),
+    "vjp": lambda f: lambda x: torch.func.vjp(f, x)[1](f(x))[0],
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x,)),
+    "jacrev": torch.func.jacrev, "vmap": lambda f: torch.func.vmap(f, in_dims=1)}
+
+
+def written(index, value):
+    def f(x):
+        y = x * 2
+        y[index] = value(y)
+        return y.square()
+    return f
+
+
+SLICED = {
+    "rows": lambda x: x[1:].square(), "row": lambda x: x[2].sin(), "chunk": lambda x: x.chunk(3, 0)[1].exp(),
+    "flip": lambda x: x.flip(0)[1:].square(), "ravel": lambda x: x.reshape(-1)[1:].square(),
+    "write": written(0, lambda y: 1.0), "write to rows": written(slice(1, None), lambda y: y[1:] * 3),
+    "rows over others": written(slice(1, 3), lambda y: y[0:2].clone())}
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("where", [TWO, THREE], ids=["two", "three"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("sliced", SLICED)
+def test_slices_and_writes_through_views_in_a_transform_of_torch_func(sliced, transform, where):
+    f = TRANSFORMS[transform](SLICED[sliced])
+    got = leaves(compiled(f)(gt.from_full(X, where, S(0))))
+    torch.testing.assert_close(got, leaves(f(X)), rtol=1e-5, atol=1e-6)

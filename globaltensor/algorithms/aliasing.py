@@ -29,7 +29,7 @@ from globaltensor.rules.call import arguments
 from globaltensor.runtime import lineage, trace_order
 from globaltensor.runtime.memory_writes import MemoryWrites, count_write, watched_writes
 from globaltensor.runtime.native import torch_ext
-from globaltensor.runtime.torch_internals import DisableTorchDispatch, OpOverload
+from globaltensor.runtime.torch_internals import DisableTorchDispatch, OpOverload, below_transforms
 
 aten = torch.ops.aten
 
@@ -105,7 +105,8 @@ class ViewCall:
     def result(self, nth: int) -> Shards:
         """The shards of result `nth`, made now unless they were for another one."""
         if self._made != self.memory.count or self._results[nth] is None:
-            with lineage.within(self._lineage):
+            # torch.compile reads views while a transform of torch.func is traced, which would wrap what is made here
+            with lineage.within(self._lineage), below_transforms():
                 self._results = list(self._run(self.func, self.values))
             self._made = self.memory.count
         # Handed over, not kept: the view holds on to them, and the call would keep their memory alive beyond it.

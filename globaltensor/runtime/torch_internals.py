@@ -42,7 +42,7 @@ _c: Any = torch._C                                   # its stubs leave some of t
 TensorBase = _c.TensorBase
 DisableTorchFunctionSubclass, torch_function_enabled = _c.DisableTorchFunctionSubclass, _c._is_torch_function_enabled
 no_torch_function = _c._disabled_torch_function_impl
-DisableTorchDispatch = _c._DisableTorchDispatch
+DisableTorchDispatch, below_transforms = _c._DisableTorchDispatch, _c._DisableFuncTorch     # the latter: of torch.func
 
 # A tensor subclass without memory, and the dispatch key that only ours has.
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
