@@ -18,7 +18,7 @@ REFUSED = {
         _to_sparse _to_sparse_csr _to_sparse_csc _to_sparse_bsr _to_sparse_bsc to_mkldnn quantize_per_channel
         quantize_per_tensor quantize_per_tensor_dynamic""",
     "a sparse operand": "smm sspaddmm hspmm sparse_mask",
-    "torch gives the target another shape in place": "addbmm_ fused_moving_avg_obs_fake_quant",
+    "torch gives the target another shape in place": "addbmm_",
     "a lazy module becomes global after its first forward pass": """nn_LazyConv1d nn_LazyConv2d nn_LazyConv3d
         nn_LazyConvTranspose1d nn_LazyConvTranspose2d nn_LazyConvTranspose3d""",
 }

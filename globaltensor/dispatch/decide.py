@@ -34,9 +34,10 @@ from globaltensor.dispatch.recipe import (
 )
 from globaltensor.dispatch.scalars import bring_scalars, mixed_placements, placement_of_scalars
 from globaltensor.dispatch.user_rules import results_by_rule
+from globaltensor.dispatch.verify import changed_shape
 from globaltensor.dispatch.view_reads import stays_split, view_slices
 from globaltensor.dispatch.view_writes import restride, write_through, writes_view
-from globaltensor.errors import InPlaceError, MixedPlacementError
+from globaltensor.errors import MixedPlacementError
 from globaltensor.layouts.global_like import GlobalLike
 from globaltensor.layouts.layout import Spec, contiguous, replicated, same_parts
 from globaltensor.layouts.placement import placement
@@ -119,6 +120,8 @@ def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where:
                     beside: bool = False) -> Decision:
     """The recipe of a call with so many positional arguments; `beside`: or its algorithm, where that is cheaper."""
     func = call.func
+    if line is not None and line.family is always_decomposed:
+        line = None                                  # of a call that is not: on whole operands
     check_device(call, where)
     operands = [t.spec if type(t) is cls else spec_of_plain(t, where) for t in call.tensors]
     written = written_operands(call)
@@ -300,13 +303,7 @@ def _check_written(call: Call, written: tuple[int, ...], results: list[Any]) -> 
     for q in written[:1] if returns and returns[0].alias_info is not None else ():
         had, gets = tuple(call.tensors[q].shape), [tuple(r.shape) for r in results if isinstance(r, torch.Tensor)]
         if gets and gets[0] != had:
-            raise _changed(call, f"from {list(had)} to {list(gets[0])}")
-
-
-def _changed(call: Call, how: str) -> InPlaceError:
-    return InPlaceError(f"{call.func} would change the shape of its target: {how}",
-                        "a tensor that is written to in place keeps its shape, and a global one what each rank holds",
-                        f"x = x.{call.func._schema.name.split('::')[1].rstrip('_')}(...)")
+            raise changed_shape(call.func, f"from {list(had)} to {list(gets[0])}")
 
 
 _TYPE_WITHOUT_VALUES = re.compile(r"\bMeta(\w+)Type\b")
@@ -338,7 +335,7 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
         result, key = of_zeros(call, operands), None
     except (RuntimeError, IndexError) as error:
         if str(error).startswith("output with shape"):
-            raise _changed(call, str(error)) from None
+            raise changed_shape(call.func, str(error)) from None
         text = _TYPE_WITHOUT_VALUES.sub(r"torch.\1Tensor", str(error))       # as of the tensors that these stand for
         # torch has no class of errors for "no shape function": only its words tell that from a user's mistake
         if any(word in text.lower() for word in ("meta", "data-dependent", "no fake impl", "not allocated")):

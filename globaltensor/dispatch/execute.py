@@ -16,7 +16,7 @@ from globaltensor.algorithms.completed import keep_completed
 from globaltensor.algorithms.random_ops import seeded
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, purpose_of, spec_of_plain
-from globaltensor.dispatch.verify import verify
+from globaltensor.dispatch.verify import verify, verify_targets
 from globaltensor.dispatch.view_reads import read_slices
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Shape, Shards, Spec, completes, contiguous, spec
@@ -139,6 +139,7 @@ def _run_ranks(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwarg
                 results[rank] = without_memory(func, results[rank])
     if not recipe.verified and (func._schema.returns or recipe.written):
         verify(recipe, results)
+        verify_targets(recipe, operands, held)
         recipe.verified = True
     return operands, held, results
 

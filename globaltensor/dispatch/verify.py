@@ -12,14 +12,15 @@ Where parts do not tell, the spec stays as it is, and they are laid out by it (`
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from globaltensor.dispatch.recipe import Recipe, output_spec
-from globaltensor.errors import RuleError
-from globaltensor.layouts.layout import Spec, spec
+from globaltensor.errors import InPlaceError, RuleError
+from globaltensor.layouts.layout import Shards, Spec, spec
+from globaltensor.runtime.torch_internals import OpOverload
 
 
 def verify(recipe: Recipe, results: Mapping[int, Any]) -> None:
@@ -53,6 +54,30 @@ def verify(recipe: Recipe, results: Mapping[int, Any]) -> None:
     recipe.outputs = outputs
     if recipe.single is not None:
         recipe.single = outputs[0]
+
+
+def verify_targets(recipe: Recipe, operands: Sequence[Any], held: Sequence[Shards]) -> None:
+    """Raises InPlaceError where a kernel has given what it writes another shape, which no schema tells: its spec, and
+    what a boxing back reads, would be of the old one. The parts get that again."""
+    if recipe.elements is not None:
+        return
+    changes: list[str] = []
+    for q in recipe.written:
+        own = operands[q].spec if recipe.wants[q] is None else operands[q].spec.moved(recipe.wants[q])
+        for rank, part in held[q].items():
+            if (shape := tuple(part.shape)) != (had := tuple(own.local_shape(rank))):
+                part.resize_(had)
+                changes.append(f"on rank {rank} from {list(had)} to {list(shape)}")
+    if changes:
+        raise changed_shape(recipe.func, changes[0])
+
+
+def changed_shape(func: OpOverload, how: str) -> InPlaceError:
+    """The error of a target whose shape would change."""
+    return InPlaceError(f"{func} would change the shape of its target: {how}",
+                        "a tensor that is written to in place keeps its shape, and a global one what each rank holds",
+                        "x = ... without out=" if func._schema.arguments[-1].is_out else
+                        f"x = x.{func._schema.name.split('::')[1].rstrip('_')}(...)")
 
 
 def _is_view(recipe: Recipe) -> bool:

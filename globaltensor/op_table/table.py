@@ -21,6 +21,7 @@ from globaltensor.algorithms import (
     layer_norm,
     local_impls,
     masks,
+    observers,
     pooling,
     random_ops,
     ring_attention,
@@ -34,6 +35,7 @@ from globaltensor.algorithms.reduction_offers import of_logsumexp, of_norm, of_r
 from globaltensor.layouts.sbp import broadcast, partial_max, partial_min, partial_sum
 from globaltensor.op_table.line import (
     Line,
+    always_decomposed,
     decomposed,
     group_counts,
     image_sized,
@@ -307,6 +309,8 @@ TABLE[custom_ops.norm_gradient] = Line(fixed("n c y*, n c y*, c, c, c, c -> n c 
 decomposed("_native_batch_norm_legit _native_batch_norm_legit.no_stats _batch_norm_with_update cudnn_batch_norm",
            batch_norm.as_native)
 decomposed("batch_norm_backward cudnn_batch_norm_backward", batch_norm.as_native_backward)
+lines("_fused_moving_avg_obs_fq_helper", always_decomposed, decomposition=observers.size_buffers,
+      applies=observers.is_fresh)
 # Of split or pending tensors torch can make no nested one: its encoder then keeps the padding.
 decomposed("_nested_tensor_from_mask_left_aligned", lambda call, run: False)
 decomposed("_has_same_storage_numel", lambda call, run: True)        # forward AD asks; a global tensor has no memory

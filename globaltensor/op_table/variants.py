@@ -37,7 +37,9 @@ from globaltensor.runtime.torch_internals import (
 aten = torch.ops.aten
 # Composite ops that read memory before they call an op: they run on shards, as ops do that torch does not unfold.
 READS_MEMORY = [aten.choose_qparams_optimized.default, aten.fbgemm_linear_quantize_weight.default,
-                aten.fbgemm_pack_gemm_matrix_fp16.default, aten._rowwise_prune.default]
+                aten.fbgemm_pack_gemm_matrix_fp16.default, aten._rowwise_prune.default,
+                aten._sobol_engine_draw.default, aten._sobol_engine_ff_.default, aten._sobol_engine_scramble_.default,
+                aten._sobol_engine_initialize_state_.default]
 # Composite ops that leave their `out` as it was where an operand is of a subclass, or give it the memory of a result.
 _RANKS = [getattr(aten.linalg_matrix_rank, name) for name in aten.linalg_matrix_rank.overloads() if "out" in name]
 LOSES_OUT = [*_RANKS, aten.matmul.out]
@@ -70,6 +72,8 @@ def line_of(func: OpOverload) -> Line | None:
     if torch.Tag.inplace_view in func.tags:
         return Line(always_decomposed, decomposition=_reshaped(functional))
     if func._schema.arguments[-1].is_out:
+        if any(a.alias_info is not None and not a.is_out for a in func._schema.arguments):
+            return None                              # the functional op returns those too, in an order of its own
         return Line(always_decomposed, decomposition=_into_out(functional))
     line = TABLE.get(functional)
     if line is None or line.decomposition is None:
