@@ -9,12 +9,14 @@ from globaltensor.dispatch.recipe import written_operands
 from globaltensor.errors import RuleError
 from globaltensor.layouts.layout import Spec
 from globaltensor.op_table.line import Line
-from globaltensor.rules.call import Call
+from globaltensor.rules.call import Call, values_of
 from globaltensor.rules.language import Rule
-from globaltensor.runtime.torch_internals import OpOverload, is_composite, tree_map_only
+from globaltensor.runtime.torch_internals import is_composite, tree_map_only
 
 _MOST_ZEROS, _FEW_ZEROS = 2**24, 2**20
-_taken: set[tuple[OpOverload, tuple[torch.dtype, ...]]] = set()      # by kernels, as they have shown
+_TAKEN = {torch.float32, torch.float64}              # by all kernels that have a decomposition, with any others
+_OFTEN = {torch.float16, torch.bfloat16}             # so large that it would take long to ask
+_taken: set[tuple[Any, ...]] = set()                 # by kernels, as they have shown: ops, dtypes, numbers
 
 
 def of_zeros(call: Call, operands: list[Spec]) -> Any:
@@ -47,13 +49,18 @@ def refuse_by_kernel(call: Call, operands: list[Spec]) -> None:
 
 def refuse_dtypes(call: Call, operands: list[Spec]) -> None:
     """Raise what the kernel says of dtypes that it does not take, before the op is done by others, which may take them:
-    softmax of integers by their maximum and a sum. It is asked once for an op and dtypes; not of floating-point
-    operands, and of no op that would draw random numbers."""
+    softmax of integers by their maximum and a sum, a mean of float8 by a sum in float32. It is asked once for an op,
+    dtypes and numbers; not of dtypes that kernels take, and of no op that would draw random numbers."""
     func, dtypes = call.func, tuple(own.dtype for own in operands)
-    if (func, dtypes) in _taken or dtypes[0].is_floating_point or func.namespace != "aten" or is_composite(func) or (
+    if dtypes[0] in _TAKEN or func.namespace != "aten" or is_composite(func) or (
             torch.Tag.nondeterministic_seeded in func.tags or operands[0].placement.type != "cpu"):
         return
-    if any(own.symbolic or not own.numel or own.numel > _FEW_ZEROS for own in operands):
+    numbers = tuple(str(value) for value in call.values.values() if isinstance(value, (int, float, str, list, tuple))
+                    and not any(isinstance(v, torch.Tensor) for v in values_of((value,))))
+    if (key := (func, dtypes, numbers)) in _taken:
+        return
+    most = _FEW_ZEROS if set(dtypes) & _OFTEN else _MOST_ZEROS
+    if any(own.symbolic or not own.numel or own.numel > most for own in operands):
         return                                       # of an empty one kernels take any dtype
     try:
         of_zeros(call, operands)
@@ -62,7 +69,7 @@ def refuse_dtypes(call: Call, operands: list[Spec]) -> None:
             raise error from None
     except Exception:                                # of zeros, such as a matrix that has no inverse
         return
-    _taken.add((func, dtypes))
+    _taken.add(key)
 
 
 def rule_of(line: Line, call: Call, operands: list[Spec]) -> Rule:
