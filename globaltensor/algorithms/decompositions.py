@@ -183,12 +183,12 @@ def both_extrema(call: Call, run: Run) -> Any:
 def logsumexp(call: Call, run: Run) -> Any:
     """log(sum(exp(x - m))) + m, with m the maximum, or 0 where that is infinite; of integers as of floats."""
     x, dims, keep = call.tensors[0], dims_of(call, call.tensors[0].dim()), bool(call["keepdim"])
-    if not x.dtype.is_floating_point and not x.dtype.is_complex:
-        x = cast(run, x, torch.get_default_dtype())
-    highest = _finite(run, run(aten.amax.default, x, dims, True))
-    total = run(aten.sum.dim_IntList, run(aten.exp.default, run(aten.sub.Tensor, x, highest)), dims, keep)
-    shift = highest if keep else run(aten.squeeze.dims, highest, dims)
-    return run(aten.add.Tensor, run(aten.log.default, total), shift)
+    x = x if x.dtype.is_floating_point or x.dtype.is_complex else cast(run, x, torch.get_default_dtype())
+    if not has_symbols(x.shape) and not x.numel():   # of nothing there is no maximum, but a sum, of which the log is
+        return run(aten.log.default, run(aten.sum.dim_IntList, run(aten.exp.default, x), dims, keep))
+    most = _finite(run, run(aten.amax.default, x, dims, True))
+    total = run(aten.sum.dim_IntList, run(aten.exp.default, run(aten.sub.Tensor, x, most)), dims, keep)
+    return run(aten.add.Tensor, run(aten.log.default, total), most if keep else run(aten.squeeze.dims, most, dims))
 
 
 def _finite(run: Run, x: GlobalLike) -> GlobalLike:

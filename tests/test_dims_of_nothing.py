@@ -1,0 +1,63 @@
+"""Reductions, cumulative ops, softmax, norms and sorts along dims of size 0, of one rank and of several.
+
+Oracle: plain torch, values and gradients. What it refuses is refused.
+"""
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import globaltensor as gt
+
+S, B = gt.sbp.split, gt.sbp.broadcast
+ONE, SEVERAL = (gt.placement("cpu", [2]),), (gt.placement("cpu", [0, 1, 2]),)
+GRID = gt.placement("cpu", [[0, 1], [2, 3]])
+SHAPES = ((0,), (3, 0), (2, 0, 3), (0, 0))
+NAMES = """sum mean prod amax amin max min argmax argmin var std logsumexp cumsum cumprod logcumsumexp cummax cummin
+    softmax log_softmax median mode sort argsort any all nansum nanmean count_nonzero std_mean aminmax diff"""
+OPS = {name: (lambda x, d, call=getattr(torch, name): call(x, dim=d)) for name in NAMES.split()}
+OPS |= {f"norm {p}": (lambda x, d, p=p: torch.linalg.vector_norm(x, p, d)) for p in (0, 1, 2, 3, float("inf"))}
+OPS |= {"two dims": lambda x, d: x.logsumexp(tuple({0, d})), "sums": lambda x, d: x.sum(tuple({0, d})),
+        "all": lambda x, d: x.logsumexp(tuple(range(x.dim()))), "kept": lambda x, d: x.logsumexp(d, keepdim=True),
+        "topk": lambda x, d: x.topk(0, d), "normalize": lambda x, d: F.normalize(x, dim=d),
+        "layer_norm": lambda x, d: F.layer_norm(x, x.shape[-1:]), "of integers": lambda x, d: x.int().logsumexp(d),
+        "mse_loss": lambda x, d: F.mse_loss(x, x), "complex": lambda x, d: (x + 0j).logsumexp(d)}
+
+
+def layouts(dims):
+    one = [S(d) for d in range(dims)]
+    yield from ((on, sbp) for on, sbp in itertools.product((*ONE, *SEVERAL), [*one, B, gt.sbp.partial_sum]))
+    yield from ((GRID, sbp) for sbp in itertools.product([*one, B], repeat=2))
+
+
+def outcome(op, x, dim):
+    """Values and the gradient, or that it raises."""
+    x.requires_grad_()
+    try:
+        out = op(x, dim)
+        out = [*out] if isinstance(out, tuple) else [out]
+        if any(t.requires_grad for t in out):
+            sum(t.abs().sum() for t in out if t.requires_grad).backward()
+    except Exception as error:                       # of whichever type it is
+        return error
+    return [t.detach().full_tensor() if t.is_global else t.detach() for t in (*out, *filter(None.__ne__, [x.grad]))]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_along_dims_of_size_0(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for shape in SHAPES:
+            for dim, (on, sbp) in itertools.product(range(len(shape)), layouts(len(shape))):
+                theirs = outcome(OPS[name], torch.zeros(shape), dim)
+                ours = outcome(OPS[name], gt.from_full(torch.zeros(shape), on, sbp), dim)
+                what = f"{shape} dim {dim} {on} {sbp}: {ours} for {theirs}"
+                assert isinstance(ours, Exception) == isinstance(theirs, Exception), what
+                if not isinstance(theirs, Exception):
+                    assert len(ours) == len(theirs), what
+                    for a, b in zip(ours, theirs):
+                        torch.testing.assert_close(a, b, equal_nan=True, msg=what)
