@@ -54,7 +54,7 @@ def test_what_torch_refuses_is_refused(func):
         warnings.simplefilter("ignore")
         for what, args, kwargs in cases(func):
             theirs = outcome(func, args, kwargs, lambda t: t)
-            if not isinstance(theirs, NotImplementedError):
+            if not isinstance(theirs, NotImplementedError) and "Unsupported dtype" not in str(theirs):
                 continue
             refused += 1
             for sbp in (S(0), S(1)):
