@@ -13,6 +13,7 @@ from torch.autograd.functional import hessian as functional_hessian, jacobian
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import globaltensor as gt
@@ -304,6 +305,65 @@ def test_the_determinant_differentiated_twice(dtype, ranks, sbp):
             for got, want in zip(derivatives(on.place(a)), derivatives(a), strict=True):
                 torch.testing.assert_close(value(got), want.detach(), equal_nan=True,
                                            msg=lambda text, name=name: f"{name}: {text}")
+
+
+VECTORS = {
+    "eig": lambda a: torch.linalg.eig(a), "eigh": lambda a: torch.linalg.eigh(a + a.mH),
+    "eigh of the upper triangle": lambda a: torch.linalg.eigh(a + a.mH, "U")}
+LOSSES = {
+    "values": lambda values, vectors: values.abs().sum(), "lengths": lambda values, vectors: vectors.abs().pow(3).sum(),
+    "both": lambda values, vectors: (values.abs() * vectors.abs()[..., 0]).sum(), "sum": lambda _, v: v.sum().abs(),
+    "phases": lambda _, v: v.real.pow(3).sum(), "one": lambda _, v: v[..., 0, 0].imag.sum()}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("ranks, sbp", LAYOUTS, ids=str)
+@pytest.mark.parametrize("program", VECTORS)
+def test_gradients_of_eigenvectors_that_are_ill_defined(program, ranks, sbp):
+    """torch looks whether a loss depends on the phases of complex eigenvectors; of a tensor subclass it does not."""
+    def gradient(a, loss):
+        a = a.detach().requires_grad_()
+        try:
+            return value(torch.autograd.grad(loss(*VECTORS[program](a)), a)[0]), ""
+        except RuntimeError as error:
+            return a.detach(), str(error)
+
+    on, refused = Spread(ranks, sbp), 0
+    for dtype in (torch.float64, torch.complex128):
+        batch = torch.stack([torch.diag(torch.arange(1., 4)), X[:3, :3]]).to(dtype)
+        for a in (matrices(dtype)["one"], batch):
+            for name, loss in LOSSES.items():
+                (got, error), (want, expected) = gradient(on.place(a), loss), gradient(a, loss)
+                assert error == expected, name
+                torch.testing.assert_close(value(got), want, msg=lambda text, name=name: f"{name}: {text}")
+                refused += "ill-defined" in error
+    assert refused
+
+
+@pytest.mark.parametrize("ranks, sbp", LAYOUTS, ids=str)
+def test_values_alone_are_computed_without_vectors(ranks, sbp):
+    """As by torch of a plain tensor; of a tensor subclass it always has the vectors, of which eig refuses nan."""
+    a = torch.stack([torch.diag(torch.tensor([1., 2, torch.nan])), X[:3, :3].float()])
+    on = Spread(ranks, sbp)
+    torch.testing.assert_close(value(torch.linalg.eigvals(on.place(a))), torch.linalg.eigvals(a), equal_nan=True)
+    calls = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append((func, *(args[1:] if "linalg" in str(func) else ())))
+            return func(*args, **(kwargs or {}))
+
+    for program in (torch.linalg.eigvals, torch.linalg.eigvalsh, torch.linalg.svdvals, torch.linalg.cond,
+                    lambda a: torch.linalg.matrix_norm(a, "nuc"),
+                    lambda a: torch.linalg.matrix_rank(a, hermitian=True)):
+        global_a, plain = on.place(a[1]), program(a[1])
+        torch.testing.assert_close(value(program(global_a)), plain)
+        torch.testing.assert_close(value(program(global_a.requires_grad_()).detach()), plain)
+    aten, x = torch.ops.aten, on.place(a[1])
+    with Calls():
+        torch.linalg.eigvals(x), torch.linalg.eigvalsh(x), torch.linalg.svdvals(x)
+    assert (aten._linalg_eigvals.default,) in calls and (aten.linalg_eig.default,) not in calls
+    assert (aten._linalg_eigh.default, "L", False) in calls and (aten._linalg_svd.default, False, False) in calls
 
 
 @pytest.mark.parametrize("sbp", [S(0), S(1), B, P], ids=str)
