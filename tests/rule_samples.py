@@ -453,6 +453,7 @@ sample("diagonal_scatter", r(5, 3, 3), r(5, 3), 0, 1, 2)
 sample("unfold", r(6, 4), 0, 2, 1)
 sample("unfold", r(5, 3), 1, 2, 1)
 sample("unfold_backward", r(5, 4, 2), [6, 4], 0, 2, 1)
+sample("unfold_backward", r(5, 1, 2), [6, 4], 0, 2, 1)           # which repeats the column
 for size, step in ((2, 2), (2, 3), (3, 3)):          # side by side: cut between windows
     sample("unfold", r(12, 4), 0, size, step)
     sample("unfold_backward", r(5 if step == 2 else 4, 4, size), [12 - 2 * (step == 2), 4], 0, size, step)

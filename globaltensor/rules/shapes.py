@@ -382,10 +382,15 @@ def unfolded(call: Call) -> Rule:
 
 
 def unfolded_backward(call: Call) -> Rule:
-    """unfold_backward: elements that several windows hold are added up, so the dim stays whole."""
-    n = len(call["input_sizes"])
+    """unfold_backward: elements that several windows hold are added up, so the dim stays whole. torch repeats a
+    gradient of size 1 along another dim, as `torch._refs.istft` asks of it."""
+    sizes = call["input_sizes"]
+    n = len(sizes)
     dim = call["dim"] % max(n, 1)
-    whole, pieces, even = _dims_in_steps(call, n, dim, call["input_sizes"][dim] if n else 1)
+    whole, pieces, even = _dims_in_steps(call, n, dim, sizes[dim] if n else 1)
+    repeated = {f"d{i}" for i, own in enumerate(call.shapes[0][:n]) if i != dim and own == 1 != sizes[i]}
+    pieces = " ".join("1" if label in repeated else label for label in pieces.split(" "))
+    whole = " ".join(f"e{label[1:]}!" if label in repeated else label for label in whole.split(" "))
     return rule(f"{pieces} -> {whole}", "a", even=even)
 
 
