@@ -402,3 +402,29 @@ def test_many_ranks_are_told_in_a_line_that_gives_them_again(ranks, names):
 def test_many_ranks_in_uneven_steps_are_listed():
     with hypothetical_placements():
         assert "[0, 1, 3, 6, 10, " in repr(gt.placement("cpu", [n * (n + 1) // 2 for n in range(64)]))
+
+
+SPOILT = {"inv": (torch.linalg.inv, 0.), "inv_ex": (lambda a: torch.linalg.inv_ex(a, check_errors=True), 0.),
+          "solve_ex": (lambda a: torch.linalg.solve_ex(a, a, check_errors=True), 0.),
+          "lu_factor_ex": (lambda a: torch.linalg.lu_factor_ex(a, check_errors=True), 0.),
+          "cholesky_ex": (lambda a: torch.linalg.cholesky_ex(a, check_errors=True), -1.),
+          "cholesky": (torch.cholesky, -1.), "cholesky_inverse": (torch.cholesky_inverse, 0.),
+          "svd": (torch.linalg.svd, torch.nan), "svdvals": (torch.linalg.svdvals, torch.nan),
+          "pinv": (torch.linalg.pinv, torch.nan), "matrix_rank": (torch.linalg.matrix_rank, torch.nan)}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated in favor of")
+@pytest.mark.parametrize("name", SPOILT)
+def test_an_error_of_linear_algebra_names_the_matrix_of_the_whole_batch(name):
+    """A rank's kernel counts those that it has."""
+    function, spoilt = SPOILT[name]
+    for batch, nth in (((7,), (5,)), ((7,), (0,)), ((3, 5), (2, 4)), ((5, 3), (3, 1)), ((), ())):
+        a = 2 * torch.eye(3).expand(*batch, 3, 3).clone()
+        a[*nth, 1, 1] = spoilt
+        with pytest.raises(RuntimeError) as expected:
+            function(a)
+        for where, sbp in ((on(0, 1, 2), S(0)), (on(0, 1, 2), S(1)), (on(0, 1, 2), B),
+                           (gt.placement("cpu", [[0, 1], [2, 3]]), (S(0), S(1)))):
+            with pytest.raises(RuntimeError) as caught:
+                function(gt.from_full(a, where, sbp))
+            assert str(caught.value) == str(expected.value), (batch, sbp)

@@ -118,13 +118,13 @@ void gather(const Recipe& recipe, const c10::IValue* results, Gathered& gathered
 // Runs the op on every local rank. The last one, mostly the only one, uses the call's own stack and leaves its results
 // there; those of the others are gathered.
 void run_ranks(const c10::OperatorHandle& op, const Recipe& recipe, const Operands& operands, size_t first,
-               Stack* stack, Gathered& gathered) {
+               Stack* stack, Gathered& gathered, size_t& nth) {
   c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
   ArenaScope in_arena(recipe.pending);
   const auto& local_op = recipe.local_op ? *recipe.local_op : op;
   const size_t last = recipe.ranks.size() - 1;
   Stack own;
-  for (size_t nth = 0; nth < last; nth++) {
+  for (nth = 0; nth < last; nth++) {
     own.assign(stack->begin() + first, stack->end());
     localize(recipe, operands, nth, own.data());
     local_op.callBoxed(&own);
@@ -178,13 +178,16 @@ void execute(const c10::OperatorHandle& op, const Recipe& recipe, Stack* stack) 
 
   Gathered gathered;
   if (!recipe.ranks.empty()) {
+    size_t nth = 0;                                  // whose turn it is
     try {
-      run_ranks(op, recipe, operands, first, stack, gathered);
+      run_ranks(op, recipe, operands, first, stack, gathered, nth);
     } catch (...) {
+      std::vector<const Spec*> outputs;
+      for (const auto& output : recipe.outputs) outputs.push_back(output.specs.empty() ? nullptr : output.specs[0]);
       raise_with_operands(recipe.name, [&](const NoteOperand& note) {
         for (size_t q = 0; q < operands.size(); q++)
           note(op.schema().arguments()[recipe.slots[q].at].name(), operands[q].owner);
-      });
+      }, recipe.ranks[nth], outputs);
     }
   }
   for (int32_t slot : recipe.writes) {
@@ -270,7 +273,8 @@ std::vector<Shards> local_results(const c10::OperatorHandle& op, const Recipe& r
   std::vector<Shards> moved;
   if (recipe.has_boxings) box_operands(recipe, operands, moved);
   Gathered gathered;
-  if (!recipe.ranks.empty()) run_ranks(op, recipe, operands, 0, &arguments, gathered);
+  size_t nth = 0;
+  if (!recipe.ranks.empty()) run_ranks(op, recipe, operands, 0, &arguments, gathered, nth);
   gather(recipe, recipe.ranks.empty() ? nullptr : arguments.data(), gathered);
   std::vector<Shards> results;
   for (auto& of_return : gathered)

@@ -15,6 +15,7 @@ from globaltensor.algorithms.aliasing import boxed_views, note_uncounted_write, 
 from globaltensor.algorithms.completed import keep_completed
 from globaltensor.algorithms.random_ops import seeded
 from globaltensor.boxings.redistribute import Move, move_shards
+from globaltensor.dispatch.kernel_errors import name_element_of_whole
 from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, purpose_of, spec_of_plain
 from globaltensor.dispatch.verify import verify, verify_targets
 from globaltensor.dispatch.view_reads import read_slices
@@ -134,7 +135,11 @@ def _run_ranks(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwarg
         elif seed is not None:
             results[rank] = seeded(func, seed, _device_of(recipe, rank), local_args, local_kwargs)
         else:
-            results[rank] = local_op(*local_args, **local_kwargs)
+            try:
+                results[rank] = local_op(*local_args, **local_kwargs)
+            except RuntimeError as error:
+                name_element_of_whole(error, Call(func, args, kwargs).tensors[0], rank, recipe.outputs or ())
+                raise
             if recipe.home.placement.type == "meta":
                 results[rank] = without_memory(func, results[rank])
     if not recipe.verified and (func._schema.returns or recipe.written):

@@ -1,6 +1,9 @@
 """What torch's kernels say of a mistake, where shape functions and rules say less of it, or nothing."""
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,6 +72,19 @@ def refuse_dtypes(call: Call, operands: list[Spec]) -> None:
             raise error from None
         return
     _taken.add(key)
+
+
+def name_element_of_whole(error: BaseException, a: torch.Tensor, rank: int, outputs: Sequence[Spec | None]) -> None:
+    """In an error of a rank's kernel that names an element of a batch of matrices `a`, name that of the whole batch."""
+    named, batch = re.search(r"\(Batch element (\d+)\)", str(error)), a.shape[:-2]
+    own = next((out for out in outputs if out is not None and out.shape[:len(batch)] == batch), None)
+    if named is None or own is None or len(error.args) != 1:
+        return
+    region, nth, element = own.region(rank)[:len(batch)], int(named[1]), 0
+    for d, (start, stop) in enumerate(region):
+        after = math.prod(end - begin for begin, end in region[d + 1:])
+        element = element * batch[d] + start + nth // after % (stop - start)
+    error.args = (str(error).replace(named[0], f"(Batch element {element})"),)
 
 
 def rule_of(line: Line, call: Call, operands: list[Spec]) -> Rule:

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from globaltensor.dispatch.kernel_errors import name_element_of_whole
 from globaltensor.errors import GlobalTensorError, where
 from globaltensor.layouts.global_like import is_global
+from globaltensor.layouts.layout import Spec
 from globaltensor.rules.call import Call
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.torch_internals import KEYS_AFTER_BACKEND_SELECT, OpOverload, tree_leaves
@@ -73,8 +75,11 @@ def _description(t: torch.Tensor) -> str:
     return str(t.spec) if is_global(t) else f"{list(t.shape)} {t.dtype}, a plain tensor"
 
 
-def _note_native(error: Exception, op: str, names: list[str], tensors: list[torch.Tensor]) -> None:
+def _note_native(error: Exception, op: str, names: list[str], tensors: list[torch.Tensor], rank: int,
+                 outputs: list[Spec | None]) -> None:
     """What the native dispatcher calls where torch raises in it."""
+    if tensors and rank >= 0:
+        name_element_of_whole(error, tensors[0], rank, outputs)
     note_operands(error, op, zip(_numbered(names), tensors))
 
 
