@@ -274,7 +274,7 @@ def meeting(folder: Path) -> Path:
     return folder / "meeting"
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @needs_gxx
 @pytest.mark.parametrize("plant", PLANTS, ids=PLANTS.values())
 def test_ranks_meet_in_the_right_order(meeting: Path, plant: int) -> None:

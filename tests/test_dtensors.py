@@ -51,7 +51,7 @@ def test_programs_in_the_style_of_torch_give_what_torch_gives(n, programs):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("program", ["own_batches.py", "own_weights.py"])
+@pytest.mark.parametrize("program", ["own_batches.py", pytest.param("own_weights.py", marks=pytest.mark.long)])
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_each_rank_runs_a_model_by_itself_under_fully_shard(program, n):
     """own_batches.py beside torch's own; own_weights.py beside plain torch, where torch's own fails."""

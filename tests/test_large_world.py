@@ -28,7 +28,7 @@ def test_the_first_step_of_a_gpt_on_16384_ranks(how, few, most):
     assert megabytes <= one_of(few, *how)[3] + 20    # layouts of so many ranks; all else is the same
 
 
-@pytest.mark.parametrize("sizes", ["even", "uneven"])
+@pytest.mark.parametrize("sizes", [pytest.param("even", marks=pytest.mark.long), "uneven"])
 def test_decisions_on_four_axes_of_16384_ranks(sizes):
     """2 ms is what an op that was never seen may take; sizes that no axis divides take ring attention."""
     *_, median, slowest = one_of(16_384, sizes)

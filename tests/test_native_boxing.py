@@ -135,7 +135,7 @@ def oracle(terms, op, dtype):
     return total.to(dtype)
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("level", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2)), 3])
 @seed(SEED)
 @settings(max_examples=300, deadline=None, database=None)
 @given(strategies.integers(0, 2**32))
