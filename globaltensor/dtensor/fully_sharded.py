@@ -76,7 +76,7 @@ def _shard_parameters(module: nn.Module, mesh: DeviceMesh, choose: Callable[[nn.
     done: dict[int, torch.Tensor] = {}
     for owner in module.modules():
         for key, p in owner._parameters.items():
-            if p is None or p in ignored or on_mesh(p) and p.placement == mesh:
+            if p is None or p in ignored or on_mesh(p) and p.placement.of_type(mesh.type) == mesh:
                 continue
             if isinstance(p, GlobalTensor):
                 raise ArgumentError(f"fully_shard of a parameter on {p.spec.placement}", "it is split already",

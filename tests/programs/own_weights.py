@@ -253,12 +253,15 @@ for b in model.buffers():
     dist.broadcast(b, 0)
 gt.save({"model": model}, folder[0])
 gt.load({"model": model}, folder[0])
-with torch.device("meta"):
-    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
-D.fully_shard(model, mesh=MESHES[0])
-model.to_empty(device="cpu")
-for layer in model:
-    layer.reset_parameters()
-model(rows(4, 6)).square().mean().backward()
-assert model[0].weight.grad.full_tensor().isfinite().all() and not isinstance(model[1].running_mean, gt.GlobalTensor)
+for parts in (lambda m: [m], lambda m: [*m, m]):      # torchtitan's start: layers first
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    for part in parts(model):
+        D.fully_shard(part, mesh=MESHES[0])
+    model.to_empty(device="cpu")
+    for layer in model:
+        layer.reset_parameters()
+    model(rows(4, 6)).square().mean().backward()
+    assert model[0].weight.grad.full_tensor().isfinite().all()
+    assert not isinstance(model[1].running_mean, gt.GlobalTensor)
 print("as plain torch")
