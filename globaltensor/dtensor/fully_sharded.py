@@ -33,7 +33,7 @@ from globaltensor.tensors.parameter_swap import convert, weights_made_again
 from globaltensor.tracebacks import api_boundary
 
 _running: list[nn.Module] = []                       # the outermost module that is at work, if one is
-_doors: weakref.WeakSet[nn.Module] = weakref.WeakSet()           # the modules that were sharded
+_doors: weakref.WeakKeyDictionary[nn.Module, DeviceMesh] = weakref.WeakKeyDictionary()       # modules that were sharded
 _inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()          # those of them that were run inside of another
 
 
@@ -61,7 +61,7 @@ def fully_shard(module: nn.Module, *, mesh: DeviceMesh | None = None, reshard_af
     mesh = mesh or init_device_mesh("cpu", (world_size(),))
     one_program = len(world().local_ranks) > 1
     with weights_made_again(module):
-        _shard_parameters(module, mesh, shard_placement_fn, ignored_params or set())
+        _shard_parameters(module, mesh, shard_placement_fn, ignored_params or set(), one_program)
     for owner in module.modules():
         for key, b in owner._buffers.items():
             if b is not None and not on_mesh(b):
@@ -72,11 +72,13 @@ def fully_shard(module: nn.Module, *, mesh: DeviceMesh | None = None, reshard_af
 
 
 def _shard_parameters(module: nn.Module, mesh: DeviceMesh, choose: Callable[[nn.Parameter], Shard | None] | None,
-                      ignored: set[nn.Parameter]) -> None:
+                      ignored: set[nn.Parameter], one_program: bool) -> None:
     done: dict[int, torch.Tensor] = {}
+    others = {part for m in module.modules() if m in _doors for part in m.modules()} if not one_program else set()
     for owner in module.modules():
         for key, p in owner._parameters.items():
-            if p is None or p in ignored or on_mesh(p) and p.placement.of_type(mesh.type) == mesh:
+            if p is None or p in ignored or on_mesh(p) and (
+                    owner in others or p.placement.of_type(mesh.type) == mesh):
                 continue
             if isinstance(p, GlobalTensor):
                 raise ArgumentError(f"fully_shard of a parameter on {p.spec.placement}", "it is split already",
@@ -108,7 +110,7 @@ class _Door:
         self.module, self.mesh = module, mesh
         self.layers: OwnLayers | None = None
         self.depth = 0                               # of its calls, which may be of itself
-        _doors.add(module)
+        _doors[module] = mesh
         module.register_forward_pre_hook(api_boundary(self._enter), prepend=True, with_kwargs=True)
         module.register_forward_hook(api_boundary(self._leave), always_call=True)
 
@@ -145,7 +147,7 @@ class _Door:
         layers = []
         for module in modules:
             inner = {m for one in modules if one is not module and one in {*module.modules()} for m in one.modules()}
-            layers.append(OwnLayer(module, self.mesh.names[-1], [m for m in module.modules() if m not in inner]))
+            layers.append(OwnLayer(module, _doors[module].names[-1], [m for m in module.modules() if m not in inner]))
         return OwnLayers(layers[1:], layers[0])
 
 
@@ -159,7 +161,7 @@ class _DoorOfAll:
         self.module, self.mesh = module, mesh
         self.layers: ShardedLayers | None = None
         self.others: ShardedLayer                    # the parameters that are in no layer: they stay gathered
-        _doors.add(module)
+        _doors[module] = mesh
         module.register_forward_pre_hook(api_boundary(self._enter), prepend=True, with_kwargs=True)
         module.register_forward_hook(api_boundary(self._leave), always_call=True)
 

@@ -23,6 +23,8 @@ import globaltensor.dtensor as ours
 gt.init()
 N, RANK = dist.get_world_size(), dist.get_rank()
 MESH = {torch_fsdp: torch_mesh.init_device_mesh("cpu", (N,)), ours: ours.init_device_mesh("cpu", (N,))}
+HYBRID = {T: module.init_device_mesh("cpu", (1, N), mesh_dim_names=("copies", "parts"))
+          for T, module in ((torch_fsdp, torch_mesh), (ours, ours))}
 Pair = collections.namedtuple("Pair", "y hidden")
 
 
@@ -162,12 +164,12 @@ TABLE = {                                            # name -> model, arguments
 }
 
 
-def trained(T, make, arguments, shards):
+def trained(T, make, arguments, shards, mesh_of_layers):
     """Outputs of two steps, the norms of gradients, and then parameters and buffers."""
     torch.manual_seed(7)
     model, seen = make(), []
     for part in shards(model):
-        T.fully_shard(part, mesh=MESH[T])
+        T.fully_shard(part, mesh=(MESH if part is model else mesh_of_layers)[T])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(2):
         out = model(*arguments())
@@ -175,7 +177,8 @@ def trained(T, make, arguments, shards):
         learning = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
         sum((1 + i) * t.square().sum() for i, t in enumerate(learning)).backward()
         seen += [t.detach().clone() if isinstance(t, torch.Tensor) else t for t in leaves if not isinstance(t, Output)]
-        seen.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        if mesh_of_layers is MESH:                   # torch has no norm of gradients on two meshes
+            seen.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()
     for p in model.parameters():
@@ -187,12 +190,19 @@ def whole(t):
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
-SHARDS = {"layers": lambda m: (*m.blocks, m), "outermost": lambda m: (m,)}
+def layers(m):
+    return *m.blocks, m
+
+
+ON_TWO_MESHES = {"loss", "uneven", "batch norm", "LSTM"}
+SHARDS = {"layers": (layers, MESH), "outermost": (lambda m: (m,), MESH), "layers on another mesh": (layers, HYBRID)}
 def main():
     names = sys.argv[1:] or TABLE
     for name in names:
-        for how, shards in SHARDS.items():
-            results = [trained(T, *TABLE[name], shards) for T in (torch_fsdp, ours)]
+        for how, (shards, mesh) in SHARDS.items():
+            if mesh is HYBRID and name not in ON_TWO_MESHES:
+                continue
+            results = [trained(T, *TABLE[name], shards, mesh) for T in (torch_fsdp, ours)]
             torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=2e-6,
                                        msg=lambda text: f"{name}, {how}, rank {RANK}: {text}")
     print("each of", len(names), "is as torch's")
