@@ -48,7 +48,8 @@ _LIMIT = 300                                         # seconds after which measu
 def command(chosen: argparse.Namespace) -> int:
     """Print the cluster as JSON, and how well it agrees on stderr."""
     if chosen.here == (chosen.rows is not None):
-        raise Problem("calibrate by what?\n  try: a FILE with measured steps, or --here to measure this machine")
+        raise Problem(f"calibrate by {'both a FILE and --here' if chosen.here else 'what'}?\n"
+                      "  try: a FILE with measured steps, or --here to measure this machine")
     unused = [name for name in (("cluster",) if chosen.here else ("ranks",)) if getattr(chosen, name) is not None]
     if unused:
         raise Problem(f"--{unused[0]} does nothing {'with' if chosen.here else 'without'} --here\n"

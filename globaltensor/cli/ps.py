@@ -71,8 +71,9 @@ def program(pid: int) -> str:
     except OSError:
         return "has ended"
     for script in (worker.__file__, fork_server.__file__):
-        if script in words:
-            words = words[words.index(script) + 1:]
+        own = os.path.join(*Path(script).parts[-3:])  # also of a copy of the package that is installed elsewhere
+        if (at := next((i for i, word in enumerate(words) if word.endswith(own)), None)) is not None:
+            words = words[at + 1:]
     return " ".join([os.path.relpath(word) if os.path.isabs(word) else word for word in words])
 
 

@@ -63,7 +63,8 @@ def command(chosen: argparse.Namespace) -> int:
         except GlobalTensorError as error:
             raise problem(error) from None
     if (chosen.times is None) == (chosen.model is None):
-        raise Problem("what do the actions take?\n  try: --times 1,1,1,0, or --model gpt --layers ...")
+        raise Problem(f"{'what do the actions take' if chosen.times is None else 'both --times and --model'}?\n"
+                      "  try: --times 1,1,1,0, or --model gpt --layers ...")
     if chosen.plot is not None:
         check_new_file(chosen.plot, "--plot")
     show = bool(chosen.text or chosen.plot or chosen.trace)
