@@ -255,6 +255,32 @@ def test_jacobians(kind, ranks, sbp):
         compare(WHOLE[kind], program, ranks, sbp)
 
 
+@pytest.mark.parametrize("sbp", [B, S(0), S(1)], ids=str)
+@pytest.mark.parametrize("shape, view", [((7, 3), lambda y: y), ((9, 3), lambda y: y[1:]), ((9, 4), lambda y: y[1:, 1:]),
+                                         ((4, 3, 3), lambda y: y[1:]), ((3, 4, 3), lambda y: y[:, 1:])])
+@pytest.mark.parametrize("transform", [False, pytest.param(True, marks=pytest.mark.skipif(
+    torch_ext is None, reason="torch's own function is called there"))])
+def test_diagonals_of_views_are_filled(transform, shape, view, sbp):
+    """torch's own goes by strides and an offset in memory."""
+    for wrap in (False, True):
+        def run(x, wrap=wrap):
+            y = x * 1
+            view(y).fill_diagonal_(0.5, wrap)
+            return (y * y * x).sum(), y
+
+        def results(x):
+            if transform:
+                return grad(run, has_aux=True)(x)
+            x = x.clone().requires_grad_()
+            loss, y = run(x)
+            return torch.autograd.grad(loss, x)[0], y
+
+        x = torch.rand(shape, generator=generator)
+        on = Spread([0, 1], [sbp])
+        for ours, expected in zip(results(on.place(x)), results(x)):
+            torch.testing.assert_close(value(ours), expected.detach())
+
+
 def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.LayerNorm(3), nn.Linear(3, 2)).double()

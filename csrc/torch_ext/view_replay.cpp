@@ -8,6 +8,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "recipe.h"
 
 namespace py = pybind11;
@@ -49,11 +51,33 @@ struct Replayed {
   const bool before;
 };
 
+// The twin of fill_diagonal in value_reads.py: torch's own asks for an offset in memory. False where torch raises.
+bool fill_diagonal(Stack& stack) {
+  const at::Tensor x = torch::jit::peek(stack, 0, 3).toTensor();
+  const bool wraps = torch::jit::peek(stack, 2, 3).toBool();
+  if (x.dim() < 2 || (x.dim() > 2 && std::any_of(x.sizes().begin(), x.sizes().end(), [&](int64_t size) {
+        return size != x.size(0);
+      })))
+    return false;
+  const int64_t rows = x.size(0), columns = x.size(1);
+  for (int64_t start = 0; start < (wraps && x.dim() == 2 && rows > columns ? rows : 1); start += columns + 1) {
+    at::Tensor diagonal = x.slice(0, start);
+    while (diagonal.dim() > 1) diagonal = diagonal.diagonal();
+    diagonal.fill_(torch::jit::peek(stack, 1, 3).toScalar());
+  }
+  torch::jit::drop(stack, 3);
+  stack.push_back(x);
+  return true;
+}
+
 void view(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   // torch's own for all ops, as one has it that nobody claims
   static const auto& transforms = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_cudnn_init_dropout_state", "")
                                       .getComputedKernelForDispatchKey(kTransforms);
-  const Replayed replayed(views_global((*stack)[stack->size() - op.schema().arguments().size()]));
+  static const auto filled = c10::Dispatcher::singleton().findSchemaOrThrow("aten::fill_diagonal_", "");
+  const bool of_global = views_global((*stack)[stack->size() - op.schema().arguments().size()]);
+  const Replayed replayed(of_global);
+  if (C10_UNLIKELY(op == filled) && of_global && fill_diagonal(*stack)) return;
   transforms.callBoxed(op, keys, stack);
 }
 

@@ -61,12 +61,17 @@ def tensor_split(x: Any, indices: Any, dim: int = 0) -> list[torch.Tensor]:
 
 
 def fill_diagonal(x: torch.Tensor, value: Any, wrap: bool = False) -> torch.Tensor:
-    """As a view of x, where torch goes by the strides of memory, which not every view has here."""
-    if x.dim() == 2 and not (wrap and x.shape[0] > x.shape[1]):
-        x.diagonal().fill_(value)
-        return x
-    with ExcludeDispatchKeys(OWN_KEYS):
-        return aten.fill_diagonal_.default(x, value, wrap)
+    """As views of x, where torch goes by strides and an offset in memory, which not every view has here."""
+    if x.dim() < 2 or x.dim() > 2 and len(set(x.shape)) > 1:
+        with ExcludeDispatchKeys(OWN_KEYS):
+            return aten.fill_diagonal_.default(x, value, wrap)       # which raises
+    rows, columns = x.shape[:2]
+    for start in range(0, rows if wrap and x.dim() == 2 and rows > columns else 1, columns + 1):
+        diagonal = x[start:]
+        while diagonal.dim() > 1:
+            diagonal = diagonal.diagonal()
+        diagonal.fill_(value)
+    return x
 
 
 def _read_within(name: str) -> Callable[[torch.Tensor], Any]:
