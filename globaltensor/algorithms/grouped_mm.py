@@ -13,7 +13,8 @@ depends on the data. So each rank asks the others for exactly the rows that it n
     += at an index          the transpose: rows go to where they are added                scatter_add
     grouped_mm              the rows of the rank's experts, and back to equal parts; nothing if they are there already
 
-In a graph of torch.compile, which has no values, rows are taken and added by the rules of these ops.
+In a graph of torch.compile and on the meta device, which have no values, rows are taken and added by the rules of these
+ops; groups on the meta device are taken for equal.
 
 After every op its rows are cut into equal parts again, because recipes need layouts that are known beforehand. A layer
 that knows the experts before its rows are sent does better: `parallel/experts.py`.
@@ -219,7 +220,7 @@ def grouped_mm(call: Call, run: Run) -> GlobalLike:
     op = str(call.func)
     other = next(t for t in call.tensors if is_global(t))
     a, b = (as_global(run, call[name], other, op) for name in ("self", "mat2"))
-    ends = None if call["offs"] is None else _whole_value(call["offs"], run, op, other.spec.placement)
+    ends = None if call["offs"] is None else _ends_of_groups(call["offs"], a, run, op)
     dtype = call["out_dtype"] or a.dtype
     sbps = {(2, 3): _rows_by_experts, (2, 2): _columns_by_rows}.get((a.dim(), b.dim()))
     if sbps is None or call["bias"] is not None:
@@ -234,6 +235,14 @@ def grouped_mm(call: Call, run: Run) -> GlobalLike:
         return run.wrap(out, {})
     groups = _Groups(call, run, out, ends.tolist(), tuple(axis for axis, x in enumerate(axes) if x.grouped))
     return run.wrap(out, (_by_rows if b.dim() == 3 else _by_columns)(groups, a, b))
+
+
+def _ends_of_groups(offs: Tensor | GlobalLike, a: GlobalLike, run: Run, op: str) -> Tensor | None:
+    """Where the groups of the rows of `a` end, on the CPU; None on a process that holds no part of them."""
+    if a.spec.placement.type != "meta":
+        return _whole_value(offs, run, op, a.spec.placement)
+    n, groups = a.shape[-2], offs.shape[0]
+    return torch.tensor([split_range(n, groups, i)[1] for i in range(groups)], dtype=torch.int32, device="cpu")
 
 
 def _by_rows(groups: _Groups, a: GlobalLike, b: GlobalLike) -> Shards:
@@ -295,12 +304,12 @@ def _product(groups: _Groups, a: Tensor, b: Tensor, experts: Range, start: int) 
     dtype = call["out_dtype"] or a.dtype
     if not n or first == stop:                       # the kernel refuses empty operands
         return a.new_zeros(size, dtype=dtype)
-    offs = torch.tensor([min(max(end - start, 0), n) for end in groups.ends[first:stop]], dtype=torch.int32,
-                        device=a.device)
+    ends = [min(max(end - start, 0), n) for end in groups.ends[first:stop]]
+    offs = torch.tensor(ends, dtype=torch.int32, device=a.device)
     left, right = _for_kernel(a), _for_kernel(b)
     if left is not None and right is not None:
         return call.func(left, right, offs, None, call["out_dtype"]).contiguous()
-    edges = [0, *offs.tolist()]                      # parts too narrow for the kernel: group by group
+    edges = [0, *ends]                               # parts too narrow for the kernel: group by group
     if b.dim() == 2:
         return torch.stack([(a[:, i:j] @ b[i:j]).to(dtype) for i, j in pairwise(edges)])
     return torch.cat([(a[i:j] @ b[e]).to(dtype) for e, (i, j) in enumerate(pairwise(edges))]

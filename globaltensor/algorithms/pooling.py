@@ -193,7 +193,7 @@ def _means_of_part(call: Call, pooling: Pooling, part: Tensor, out_region: Regio
     if not part.is_floating_point() and (counts := _edge_counts(call, pooling, out_region)) is not None:
         # a mean of integers is rounded, and cannot be corrected
         sums = local_op(call, self=part, padding=pooling.padding, divisor_override=1)
-        return torch.div(sums, counts, rounding_mode="trunc")
+        return torch.div(sums, counts.to(sums.device), rounding_mode="trunc")
     mean = local_op(call, self=part, padding=pooling.padding, divisor_override=_divisor(call, pooling))
     factors = _edge_factors(call, pooling, out_region, part)
     return mean if factors is None else mean * factors

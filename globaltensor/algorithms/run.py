@@ -69,7 +69,8 @@ _of_values: set[Decomposition] = set()
 
 
 def of_values(decomposition: Decomposition) -> Decomposition:
-    """Mark a decomposition that looks at values. A graph has none: there the op runs by its rule."""
+    """Mark a decomposition that looks at values. A graph and the meta device have none: there the op runs by its
+    rule."""
     _of_values.add(decomposition)
     return decomposition
 

@@ -91,6 +91,8 @@ def _run_arrived(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...],
     if isinstance(decision, Recipe):
         native.cache_recipe(keys.call, cls, decision, func, args, kwargs)
         return _run_decided(cls, decision, func, args, kwargs)
+    if _lacks_values(cls, decision, args, kwargs):
+        return _run_decided(cls, decision, func, args, kwargs)
     call = Call(func, args, kwargs)
     # what is traced is this call itself, so it is done by that
     result = native.cache_trace(keys.call, decision, call, _Run(cls))
@@ -131,6 +133,12 @@ def _with_memory(t: torch.Tensor) -> torch.Tensor:
 def _on_meta(cls: type[GlobalLike], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Is the op one on memory that is not there, whose plain operands need none either?"""
     return all(t.spec.placement.type == "meta" for t in _tensors(args, kwargs) if is_global(t))
+
+
+def _lacks_values(cls: type[GlobalLike], decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Would a decomposition look at values, where a trace or the meta device has none?"""
+    return not isinstance(decision, Recipe) and looks_at_values(decision) and (
+        traced_operand(args, kwargs) or _on_meta(cls, args, kwargs))
 
 
 @api_boundary
@@ -174,7 +182,7 @@ def dispatch(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwa
 def _run_decided(cls: type[GlobalLike], decision: Decision, func: OpOverload, args: tuple[Any, ...],
                  kwargs: dict[str, Any]) -> Any:
     before = trace_order.so_far()
-    if not isinstance(decision, Recipe) and looks_at_values(decision) and traced_operand(args, kwargs):
+    if _lacks_values(cls, decision, args, kwargs):
         decision = _by_rule(cls, func, args, kwargs)
     if isinstance(decision, Recipe):
         # Elements that are boxed are copies: written back together, one would undo what another wrote to memory they

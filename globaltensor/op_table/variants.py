@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from globaltensor.algorithms.aliasing import become, turn
-from globaltensor.algorithms.run import Decomposition, Run, traceable
+from globaltensor.algorithms.run import Decomposition, Run, looks_at_values, of_values, traceable
 from globaltensor.errors import InPlaceError
 from globaltensor.layouts.global_like import is_global
 from globaltensor.layouts.layout import Layout
@@ -163,7 +163,7 @@ def _in_place(functional: OpOverload, decomposition: Decomposition) -> Decomposi
     def write(call: Call, run: Run) -> Any:
         return run(aten.copy_.default, call.tensors[0], decomposition(_as(functional, call), run))
 
-    return write
+    return of_values(write) if looks_at_values(decomposition) else write
 
 
 def _reshaped(functional: OpOverload) -> Decomposition:
