@@ -97,12 +97,15 @@ def test_rows_are_added_where_they_are_held(ranks):
         want = x.double().index_add(0, index, values.double(), alpha=alpha).to(dtype)
         if any(s.is_partial for s in nd) and dtype != F64:
             continue
+        # where what is added cancels, torch itself, which rounds each sum, is off by more than a part of the result
+        off = max((plain.double() - want.double()).abs().max().item() for plain in (
+            x.index_add(0, index, values, alpha=alpha), x.index_put((index,), values * alpha, accumulate=True)))
+        near = {"rtol": 0.02, "atol": max(0.02, off)} if dtype != F64 else {"rtol": 1e-9, "atol": 1e-9}
         for own in {nd, tuple(B if s == S(0) else s for s in nd)}:
             target, given = scatter(x, where, own, g), scatter(values, where, nd, g)
             for got in (target.index_add(0, index, given, alpha=alpha),
                         target.clone().index_add_(0, index, given, alpha=alpha),
                         target.index_put((index,), given * alpha, accumulate=True)):
-                near = {"rtol": 0.02, "atol": 0.02} if dtype != F64 else {"rtol": 1e-9, "atol": 1e-9}
                 torch.testing.assert_close(got.full_tensor(), want, msg=lambda m: f"{own} {nd} {name}\n{m}", **near)
 
 
