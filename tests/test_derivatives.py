@@ -256,8 +256,9 @@ def test_jacobians(kind, ranks, sbp):
 
 
 @pytest.mark.parametrize("sbp", [B, S(0), S(1)], ids=str)
-@pytest.mark.parametrize("shape, view", [((7, 3), lambda y: y), ((9, 3), lambda y: y[1:]), ((9, 4), lambda y: y[1:, 1:]),
-                                         ((4, 3, 3), lambda y: y[1:]), ((3, 4, 3), lambda y: y[:, 1:])])
+@pytest.mark.parametrize("shape, view", [
+    ((7, 3), lambda y: y), ((9, 3), lambda y: y[1:]), ((9, 4), lambda y: y[1:, 1:]), ((4, 3, 3), lambda y: y[1:]),
+    ((3, 4, 3), lambda y: y[:, 1:])])
 @pytest.mark.parametrize("transform", [False, pytest.param(True, marks=pytest.mark.skipif(
     torch_ext is None, reason="torch's own function is called there"))])
 def test_diagonals_of_views_are_filled(transform, shape, view, sbp):
