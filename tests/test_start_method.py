@@ -250,6 +250,44 @@ def test_what_forks_cannot_begin(tmp_path):
     assert "the ranks could not be started on this host\n  why: the process that forks them has ended" in err
 
 
+# what a process does in place of a call of os -> what is said; S forks the process between, which forks the ranks
+_DO_NOT_BEGIN = {
+    "os.setsid = lambda: 1 / 0": "a rank could not begin: ZeroDivisionError: division by zero",
+    "os.setsid = lambda: os._exit(3)": "a rank ended before it began, with code 3",
+    "os.setsid = lambda: os.kill(os.getpid(), 9)": "a rank ended before it began, with code -9",
+    "os.setsid = lambda: os.kill(os.getppid(), 9)": "the process that forks them has ended, with code -9",
+    "S = os.getpid(); os.setsid = lambda f=os.setsid: (f(), os.kill(S, 9))":
+        "the process that forks them has ended, with code -9",
+    "os.fork = lambda: open('/dev/null/x')": "Not a directory",
+    "S = os.getpid(); os.fork = lambda f=os.fork: f() if os.getpid() == S else open('/dev/null/x')": "Not a directory",
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("does", _DO_NOT_BEGIN)
+@pytest.mark.usefixtures("real_processes")           # those of pytest --forks have begun already
+def test_nobody_waits_for_what_could_not_begin(does, tmp_path):
+    """Each of these processes waits for another, which may fail, be killed, or not be forked: all end, and say why."""
+    (tmp_path / "program.py").write_text("print('never')")
+    (tmp_path / "sitecustomize.py").write_text(f"import os, sys\nif 'fork_server' in str(sys.orig_argv):\n    {does}\n")
+    env = environment()
+    started = Started([*RUN, "-n", 2, "--start-method", "fork", tmp_path / "program.py"],
+                      {**env, "PYTHONPATH": f"{tmp_path}{os.pathsep}{env['PYTHONPATH']}"})
+    code, out, err = started.end()
+    assert code == 1 and "Traceback" not in err, out + err
+    assert out == "" or "kill(S" in does             # it is not missed before the ranks go on
+    assert "the ranks could not be started on this host\n  why: " in err and _DO_NOT_BEGIN[does] in err, err
+    assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and str(tmp_path).encode() in _words_of(pid)]
+
+
+def _words_of(pid: str) -> bytes:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read()
+    except OSError:                                  # it has ended
+        return b""
+
+
 @pytest.mark.parametrize("begins", [
     "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
     # there is no GPU: what asks for one when Python starts leaves just this behind

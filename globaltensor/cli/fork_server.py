@@ -2,12 +2,13 @@
 
     the launcher starts this process, which imports torch and globaltensor and waits
     for each start of the job it forks one process *between*
-    the launcher asks that one for each rank; it forks the rank, which tells its number and waits
+    the launcher asks that one for each rank; it forks the rank, which becomes one, tells its number and waits
     the launcher says GO; the process between ends, so that the launcher, a subreaper, becomes the parent of the ranks
     the ranks go on
 
 So a rank is in all respects a child of the launcher, alone in a session, with the launcher's streams, and none begins
-before the others are there: forked one by one on a busy host, the last would be missed by the first. It differs from
+before the others are there: forked one by one on a busy host, the last would be missed by the first. Nobody waits for
+what may have ended without a word: each word of a rank comes by a pipe that its end closes. It differs from
 one that begins with Python's first line in what is imported before its program runs: variables that torch reads when it
 is imported, such as OMP_NUM_THREADS, must be set outside of the program.
 
@@ -28,8 +29,10 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
+from typing import TextIO
 
 LINK = "GLOBALTENSOR_FORK_LINK"                      # the number of the socket to the launcher, and room
 GO, PREPARE = "go\n", "prepare\n"
@@ -43,25 +46,74 @@ def serve(link: socket.socket, launcher: int) -> None:
             if request == PREPARE:
                 import_what_optimizers_do()
                 continue
-            between = os.fork()
-            if between:
-                os.waitpid(between, 0)
-                link.sendall(b"gone\n")
+            try:
+                between = os.fork()
+            except OSError as error:                 # too many processes
+                link.sendall(_refusal(error))
                 continue
-            between = os.getpid()
-            held, holds = os.pipe()                  # closed when this process ends
-            while request not in ("", GO):
-                if not os.fork():
-                    os.close(holds)
-                    become_rank(json.loads(request))
-                    link.sendall(f"{os.getpid()}\n".encode())
-                    os.read(held, 1)
-                    os.close(held)
-                    wait_for_parent(between, launcher)
-                    return
-                request = requests.readline()
-            os._exit(0)
+            if not between:
+                fork_ranks(request, requests, link, launcher)
+                return
+            _, status = os.waitpid(between, 0)
+            link.sendall(_answer_of(gone=os.waitstatus_to_exitcode(status)))
     os._exit(0)                                      # the launcher has ended
+
+
+def fork_ranks(request: str, requests: TextIO, link: socket.socket, launcher: int) -> None:
+    """In the process between: fork a rank for each request, and say how that went. Returns in the ranks alone."""
+    between, ranks = os.getpid(), 0
+    held, holds = os.pipe()                          # closed when this process ends
+    while request not in ("", GO):
+        begun, says = os.pipe()                       # closed when a rank has begun, or has ended
+        try:
+            pid = os.fork()
+        except OSError as error:                     # too many processes
+            answer = _refusal(error)
+        else:
+            if not pid:
+                os.close(holds)
+                os.close(begun)
+                begin_rank(json.loads(request), says)
+                if not os.read(held, 1):             # this start has come to nothing
+                    os._exit(1)
+                os.close(held)
+                wait_for_parent(between, launcher)
+                return
+            os.close(says)
+            with open(begun, "rb") as words:
+                answer = words.read() or _end_of_rank(pid)
+            ranks += 1
+        link.sendall(answer)
+        request = requests.readline()
+    if request == GO:
+        os.write(holds, b" " * ranks)
+    os._exit(0)
+
+
+def begin_rank(variables: dict[str, str], says: int) -> None:
+    """Become a rank, and say so, or why not."""
+    try:
+        become_rank(variables)
+        os.write(says, _answer_of(pid=os.getpid()))
+        os.close(says)
+    except Exception as error:
+        with suppress(OSError):                      # nobody hears it
+            os.write(says, _answer_of(why=f"a rank could not begin: {type(error).__name__}: {error}"))
+        os._exit(1)
+
+
+def _answer_of(**answer: str | int | None) -> bytes:
+    return json.dumps(answer).encode() + b"\n"
+
+
+def _refusal(error: OSError) -> bytes:
+    return _answer_of(why=str(error.strerror or error), errno=error.errno)
+
+
+def _end_of_rank(pid: int) -> bytes:
+    """Of a rank that has ended before it said anything."""
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return _answer_of(why=f"a rank ended before it began, with code {code}")
 
 
 def import_what_optimizers_do() -> None:

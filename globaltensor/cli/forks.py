@@ -69,7 +69,7 @@ class ForkServer:
     def fork(self, environment: dict[str, str]) -> ForkedRank:
         """A rank with this environment, which waits until all may go on."""
         more = {name: value for name, value in environment.items() if self.before.get(name) != value}
-        return ForkedRank(int(self._ask(json.dumps(more) + "\n")))
+        return ForkedRank(int(self._ask(json.dumps(more) + "\n", "pid")))
 
     def reap_others(self, ranks: Collection[int]) -> None:
         """Wait for children of this process that are not ranks: what ranks have left behind, such as the workers of a
@@ -81,14 +81,16 @@ class ForkServer:
 
     def go_on(self) -> None:
         """The ranks forked since the last time are children of this process, and go on."""
-        self._ask(fork_server.GO)
+        if code := self._ask(fork_server.GO, "gone"):
+            raise RuntimeError(f"the process that forked them has ended, with code {code}")
 
     def prepare_restart(self) -> None:
         """Let the process that forks import, meanwhile, what ranks would import after a restart."""
         with suppress(OSError):                      # it has ended: the next fork says so
             self.link.sendall(fork_server.PREPARE.encode())
 
-    def _ask(self, line: str) -> str:
+    def _ask(self, line: str, wanted: str) -> int:
+        """OSError where the system refuses, RuntimeError where what forks has failed."""
         try:
             self.link.sendall(line.encode())
             answer = self.answers.readline()
@@ -96,16 +98,21 @@ class ForkServer:
             answer = ""
         if not answer:
             raise RuntimeError(f"the process that forks them has ended, with code {self.process.wait()}")
-        return answer
+        outcome = json.loads(answer)
+        if wanted in outcome:
+            return int(outcome[wanted])
+        if outcome.get("errno"):
+            raise OSError(outcome["errno"], outcome["why"])
+        raise RuntimeError(outcome.get("why") or f"the process that forks them has ended, with code {outcome['gone']}")
 
     def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.answers.close()
-        self.link.close()
         self.process.kill()                          # it ends by itself, but may be importing
         self.process.wait()
+        self.answers.close()
+        self.link.close()
 
     @contextmanager
     def in_place_of_spawn(self) -> Iterator[None]:
