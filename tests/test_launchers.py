@@ -325,6 +325,15 @@ def test_slurm_starts_our_launcher(tmp_path):
         check(tmp_path, 4, 2)
 
 
+@pytest.mark.processes
+def test_a_host_that_does_not_reach_itself_says_so(tmp_path):
+    """192.0.2.1 is nobody's, by RFC 5737. Without a loopback it is the same with 127.0.0.1, where torch tries for ten
+    minutes."""
+    code, _, said = run([*RUN, "-n", 1, "--rdzv-endpoint", "192.0.2.1:29400", PROGRAM, tmp_path])
+    assert code == 1 and "the ranks cannot meet at 192.0.2.1\n  why: this host does not reach itself there" in said
+    assert "try: an --rdzv-endpoint of this host, or none" in said
+
+
 @pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")

@@ -20,6 +20,7 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from globaltensor.cli.problem import Problem
 from globaltensor.runtime.codec import decode_message, encode_message
 from globaltensor.runtime.tcp_store import connect_store
 
@@ -95,6 +96,8 @@ class Rendezvous(RendezvousHandler):
         if listening is not None:
             self.keeper = True
             port = listening.getsockname()[1]
+            if self.hosts == 1:
+                self._check_own_address(port)
             return connect_store(self.host, port, self.timeout, is_master=True, listen_fd=listening.detach())
         while True:
             try:
@@ -115,9 +118,25 @@ class Rendezvous(RendezvousHandler):
             # The first host by its rank may stand behind an address that is not its own, as in Kubernetes.
             return _listening(self.host, self.port, self.rank == 0)
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL and self.hosts == 1:       # nobody else comes, who could listen there
+                raise self._unreachable(error) from None
             if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE) and self.rank is None:
                 return None
             raise
+
+    def _check_own_address(self, port: int) -> None:
+        """Raise Problem where this host does not reach itself: torch would try for as long as it waits for hosts."""
+        try:
+            socket.create_connection((self.host, port), 5).close()
+        except OSError as error:
+            raise self._unreachable(error) from None
+
+    def _unreachable(self, error: OSError) -> Problem:
+        own = self.host == "127.0.0.1"
+        return Problem(f"the ranks cannot meet at {self.host}\n  why: this host does not reach itself there "
+                       f"({error.strerror or error})\n  try: " + (
+                           "ip link set lo up; ip addr add 127.0.0.1/8 dev lo" if own else
+                           "an --rdzv-endpoint of this host, or none"), 1)
 
     def get_backend(self) -> str:
         return "globaltensor"
