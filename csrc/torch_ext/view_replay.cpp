@@ -53,8 +53,9 @@ struct Replayed {
 
 // The twin of fill_diagonal in value_reads.py: torch's own asks for an offset in memory. False where torch raises.
 bool fill_diagonal(Stack& stack) {
-  const at::Tensor x = torch::jit::peek(stack, 0, 3).toTensor();
-  const bool wraps = torch::jit::peek(stack, 2, 3).toBool();
+  const auto args = stack.end() - 3;                 // x, value, wrap
+  const at::Tensor x = args[0].toTensor();
+  const bool wraps = args[2].toBool();
   if (x.dim() < 2 || (x.dim() > 2 && std::any_of(x.sizes().begin(), x.sizes().end(), [&](int64_t size) {
         return size != x.size(0);
       })))
@@ -63,10 +64,9 @@ bool fill_diagonal(Stack& stack) {
   for (int64_t start = 0; start < (wraps && x.dim() == 2 && rows > columns ? rows : 1); start += columns + 1) {
     at::Tensor diagonal = x.slice(0, start);
     while (diagonal.dim() > 1) diagonal = diagonal.diagonal();
-    diagonal.fill_(torch::jit::peek(stack, 1, 3).toScalar());
+    diagonal.fill_(args[1].toScalar());
   }
-  torch::jit::drop(stack, 3);
-  stack.push_back(x);
+  stack.erase(args + 1, stack.end());                // x is what it returns
   return true;
 }
 
