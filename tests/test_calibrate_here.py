@@ -208,8 +208,8 @@ def test_this_machine_is_measured_by_a_command(tmp_path):
 
 
 @pytest.mark.parametrize("words, told", [
-    ("", "calibrate by what?"), ("rows.csv --here", "calibrate by what?"), ("rows.csv --ranks 2", "without --here"),
-    ("--here --cluster dgx-a100", "with --here")])
+    ("", "calibrate by what?"), ("rows.csv --here", "calibrate by both a FILE and --here?"),
+    ("rows.csv --ranks 2", "without --here"), ("--here --cluster dgx-a100", "with --here")])
 def test_mistakes(capsys, words, told):
     try:
         code = main(["calibrate", *words.split()])
