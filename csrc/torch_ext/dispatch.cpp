@@ -34,8 +34,6 @@ struct PendingEnds {
   ~PendingEnds() { is_pending = false; }
 };
 
-constexpr auto kUnclaimed = "aten::_cudnn_init_dropout_state";  // it takes no tensor
-
 // torch's own kernel for the Python key, as an op has it that we never claim.
 const auto& torch_kernel() {
   static auto kernel = c10::Dispatcher::singleton().findSchemaOrThrow(kUnclaimed, "")

@@ -141,6 +141,7 @@ void clear_siblings();
 const c10::DispatchKeySet kAboveKernels = c10::autograd_dispatch_keyset_with_ADInplaceOrView |
     c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
 
+constexpr auto kUnclaimed = "aten::_cudnn_init_dropout_state";  // it takes no tensor: it has torch's kernels alone
 void claim_ops();                                  // all of torch's: the kernel below stands at their Python key
 void claim_views();                                // view_replay.cpp
 

@@ -72,7 +72,7 @@ bool fill_diagonal(Stack& stack) {
 
 void view(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   // torch's own for all ops, as one has it that nobody claims
-  static const auto& transforms = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_cudnn_init_dropout_state", "")
+  static const auto& transforms = c10::Dispatcher::singleton().findSchemaOrThrow(kUnclaimed, "")
                                       .getComputedKernelForDispatchKey(kTransforms);
   static const auto filled = c10::Dispatcher::singleton().findSchemaOrThrow("aten::fill_diagonal_", "");
   const bool of_global = views_global((*stack)[stack->size() - op.schema().arguments().size()]);
