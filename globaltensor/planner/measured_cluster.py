@@ -41,6 +41,7 @@ _OPTIMIZER, _MOMENTS = KERNEL_KINDS.index("optimizer"), 2
 _ALIKE = 0.2                                         # of a step: how an error is weighed by which a kind is unlike
 _ALONE = Link(1e-6, 1e10)                            # of a lone rank, which is never asked
 _SOME = 1e-5                                         # seconds
+_LEAST = 1e-7                                        # by which the steps of plans are seen to change
 MeasuredPlan = tuple[int, dict[str, Any], float]     # of which model, what is fixed, seconds of a step
 
 
@@ -160,7 +161,7 @@ def _waits_of_ranks(plans: Sequence[MeasuredPlan], of: Cluster, ranks: int, mode
     waits, together = Waits(), [row for row in plans if row[1]["recompute"] == "none" and ranks > 1]
     for _ in range(2 if together else 0):            # where boxings start later, some take another way
         parts, known = [], []
-        more = (of.local.latency + waits.boxing) / 2
+        more = max((of.local.latency + waits.boxing) / 2, _LEAST)     # a fitted latency may be 0
         for k, fixed, _ in together:
             now = step(k, fixed, waits)
             later = (step(k, fixed, waits._replace(boxing=waits.boxing + more)) - now) / more
