@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from harness import PROGRAMS, RUN, good
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import globaltensor as gt
 
@@ -57,6 +59,48 @@ def test_each_rank_runs_a_model_by_itself_under_fully_shard(program, n):
     """own_batches.py beside torch's own; own_weights.py beside plain torch, where torch's own fails."""
     said = good([*RUN, "-n", n, PROGRAMS / program], timeout=400)
     assert said.count("is as torch's") + said.count("as plain torch") == n
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_methods_of_what_fully_shard_was_called_for(n):
+    assert good([*RUN, "-n", n, PROGRAMS / "fsdp_modules.py"]).count("each method is as torch's") == n
+
+
+@pytest.mark.parametrize("policy, moved, rounds", [
+    (MixedPrecisionPolicy(torch.bfloat16), 2, True), (MixedPrecisionPolicy(torch.bfloat16, torch.float32), 2, True),
+    (MixedPrecisionPolicy(None, torch.bfloat16), 4, False),
+    (MixedPrecisionPolicy(output_dtype=torch.float64), 4, False),
+    (MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32), 2, True)])
+def test_a_process_of_several_ranks_works_in_the_dtypes_of_a_policy(policy, moved, rounds):
+    """The oracle: a plain model whose weights and inputs were rounded, where the policy says so."""
+    torch.manual_seed(3)
+    plain, x = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 6)), torch.randn(6, 4)
+    model, mesh = copy.deepcopy(plain), gt.dtensor.init_device_mesh("cpu", (2,))
+    gt.dtensor.fully_shard(model[0], mesh=mesh, mp_policy=dataclasses.replace(policy, output_dtype=None))
+    gt.dtensor.fully_shard(model, mesh=mesh, mp_policy=policy)
+    if rounds:
+        plain, x = plain.bfloat16(), x.bfloat16()
+    with gt.record() as moves:
+        out = model(x)
+    gathered = sum(move.bytes for move in moves if move.op == "zero")
+    assert gathered == moved * 47, "half of the elements, to each of two ranks"
+    assert out.dtype == (policy.output_dtype or policy.param_dtype or torch.float32)
+    torch.testing.assert_close(out.full_tensor(), plain(x), check_dtype=False, rtol=0, atol=1e-2 if rounds else 1e-6)
+    for result in (out.full_tensor(), plain(x)):
+        result.float().square().sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert p.dtype == p.grad.dtype == torch.float32
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_a_policy_that_is_none():
+    mesh = gt.dtensor.init_device_mesh("cpu", (2,))
+    for policy, told in ((torch.bfloat16, "not a MixedPrecisionPolicy"),
+                         (MixedPrecisionPolicy(torch.int8), "not a floating-point dtype"),
+                         (MixedPrecisionPolicy("bf16"), "'bf16' is not a floating")):
+        with pytest.raises(gt.ArgumentError, match=told):
+            gt.dtensor.fully_shard(torch.nn.Linear(4, 4), mesh=mesh, mp_policy=policy)
 
 
 def test_a_process_of_several_ranks_runs_rnns_under_fully_shard():

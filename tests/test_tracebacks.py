@@ -254,6 +254,13 @@ OPEN = {
     "data.Sampler": "epoch resize state_dict __len__ count_batches order batches yielded ended",
     "dtensor.ColwiseParallel": "__init__",
     "dtensor.RowwiseParallel": "__init__",
+    "dtensor.FSDPModule": "unshard reshard reset_iter_state set_is_last_backward set_requires_gradient_sync "
+                          "set_requires_all_reduce set_reshard_after_forward set_reshard_after_backward "
+                          "set_modules_to_forward_prefetch set_modules_to_backward_prefetch set_post_optim_event "
+                          "set_force_sum_reduction_for_comms set_reduce_scatter_max_input_buffers "
+                          "set_separate_reduce_scatter_group set_unshard_in_backward "
+                          "set_allocate_memory_from_process_group_for_comm set_symm_mem_for_comm "
+                          "set_reduce_scatter_divide_factor",
     "dtensor.DeviceMesh": "__enter__ __exit__ size get_rank get_coordinate",
     "placement": "ranks_along",
 }

@@ -224,9 +224,9 @@ def redistribute(tensors: Sequence[Any], dsts: Sequence[Layout], op: str) -> lis
     return [t if t.spec.layout is dst else in_layout(t, dst, shards) for t, dst, shards in zip(tensors, dsts, moved)]
 
 
-def in_layout(t: Any, dst: Layout, shards: Shards) -> Any:
-    """A tensor of the value of `t`, and so of its lineage, in another layout."""
-    moved = type(t).wrap(t.spec.moved(dst), shards)
+def in_layout(t: Any, dst: Layout, shards: Shards, dtype: torch.dtype | None = None) -> Any:
+    """A tensor of the value of `t`, and so of its lineage, in another layout; and of another dtype, if one is named."""
+    moved = type(t).wrap((t.spec if dtype is None else t.spec.cast(dtype)).moved(dst), shards)
     moved.lineage = t.lineage
     return moved
 

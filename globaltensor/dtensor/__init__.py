@@ -26,6 +26,7 @@ from globaltensor.dtensor.api import (
 )
 from globaltensor.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from globaltensor.dtensor.factories import empty, full, linspace, logspace, ones, rand, randn, zeros
+from globaltensor.dtensor.fsdp_module import FSDPModule, register_fsdp_forward_method
 from globaltensor.dtensor.fully_sharded import fully_shard
 from globaltensor.dtensor.styles import (
     ColwiseParallel,
@@ -38,7 +39,8 @@ from globaltensor.dtensor.styles import (
     parallelize_module,
 )
 
-__all__ = ["ColwiseParallel", "DTensor", "DeviceMesh", "ParallelStyle", "Partial", "Placement", "PrepareModuleInput",
-           "PrepareModuleInputOutput", "PrepareModuleOutput", "Replicate", "RowwiseParallel", "SequenceParallel",
-           "Shard", "distribute_module", "distribute_tensor", "empty", "full", "fully_shard", "init_device_mesh",
-           "linspace", "local_map", "logspace", "loss_parallel", "ones", "parallelize_module", "rand", "randn", "zeros"]
+__all__ = ["ColwiseParallel", "DTensor", "DeviceMesh", "FSDPModule", "ParallelStyle", "Partial", "Placement",
+           "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "Replicate", "RowwiseParallel",
+           "SequenceParallel", "Shard", "distribute_module", "distribute_tensor", "empty", "full", "fully_shard",
+           "init_device_mesh", "linspace", "local_map", "logspace", "loss_parallel", "ones", "parallelize_module",
+           "rand", "randn", "register_fsdp_forward_method", "zeros"]

@@ -22,6 +22,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from globaltensor.dtensor.api import distribute_tensor, on_mesh
 from globaltensor.dtensor.device_mesh import DeviceMesh, init_device_mesh
+from globaltensor.dtensor.fsdp_module import Sharding, become_fsdp, shardings
+from globaltensor.dtensor.mixed_precision import Precision, precision_of, set_precision
 from globaltensor.dtensor.own_weights import OwnLayer, OwnLayers
 from globaltensor.errors import ArgumentError, GlobalTensorError, expect
 from globaltensor.parallel.zero3 import ShardedLayer, ShardedLayers, unshard
@@ -33,48 +35,62 @@ from globaltensor.tensors.parameter_swap import convert, weights_made_again
 from globaltensor.tracebacks import api_boundary
 
 _running: list[nn.Module] = []                       # the outermost module that is at work, if one is
-_doors: weakref.WeakKeyDictionary[nn.Module, DeviceMesh] = weakref.WeakKeyDictionary()       # modules that were sharded
-_inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()          # those of them that were run inside of another
+_inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()          # those sharded that were run inside of another
 
 
 @api_boundary
-def fully_shard(module: nn.Module, *, mesh: DeviceMesh | None = None, reshard_after_forward: bool | int | None = None,
+def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, reshard_after_forward: bool | int | None = None,
                 shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None, mp_policy: Any = None,
                 offload_policy: Any = None, ignored_params: set[nn.Parameter] | None = None,
-                dp_mesh_dims: Any = None) -> nn.Module:
-    """Split a module's parameters along a mesh; of two dims along the second (torch's hybrid sharding).
+                dp_mesh_dims: Any = None) -> Any:
+    """Split the parameters of a module, or of each of a list, along a mesh; of two dims along the second (torch's
+    hybrid sharding).
 
     mesh                    default: all ranks, on CPUs
     shard_placement_fn      which dim of a parameter to split; default: the first that nothing else splits
     reshard_after_forward   torch's choice of memory or time; here a layer is always freed, and gathered again
-    mp_policy, offload_policy, dp_mesh_dims   refused with ArgumentError, but for policies that ask for nothing, as
-                            torch's defaults; torch.autocast is for the one, and mesh["dp"] for the last
-    Call it before the optimizer is made. Returns the module. Raises ArgumentError for parameters that are global
-    already.
+    mp_policy               torch's MixedPrecisionPolicy (mixed_precision.py)
+    offload_policy, dp_mesh_dims   refused with ArgumentError, but for a policy that asks for nothing, as torch's
+                            default; mesh["dp"] is for the other
+    Call it before the optimizer is made. Returns the module, which is an `FSDPModule` from now on, or the list. Raises
+    ArgumentError for parameters that are global already, and for no modules.
     """
-    expect(module, nn.Module, "fully_shard of no module", "fully_shard(model, mesh=mesh)")
-    for name, policy, instead in (("mp_policy", mp_policy, "torch.autocast(..., torch.bfloat16) around the forward"),
-                                  ("offload_policy", offload_policy, "no offload_policy"),
+    modules = module if isinstance(module, (list, tuple)) and module else [module]
+    for one in modules:
+        expect(one, nn.Module, "fully_shard of no module", "fully_shard(model, mesh=mesh)")
+    for name, policy, instead in (("offload_policy", offload_policy, "no offload_policy"),
                                   ("dp_mesh_dims", dp_mesh_dims, 'mesh=mesh["dp"]')):
-        if policy is not None and not (name != "dp_mesh_dims" and policy == _default_policy(policy)):
+        if policy is not None and type(policy).__name__ != "OffloadPolicy":
             raise ArgumentError(f"fully_shard({name}={policy})", "it is not taken here", instead)
+    precision = precision_of(mp_policy)
     mesh = mesh or init_device_mesh("cpu", (world_size(),))
+    for one in modules:
+        _shard(one, mesh, shard_placement_fn, ignored_params or set(), precision)
+    return module
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, choose: Callable[[nn.Parameter], Shard | None] | None,
+           ignored: set[nn.Parameter], precision: Precision | None) -> None:
     one_program = len(world().local_ranks) > 1
     with weights_made_again(module):
-        _shard_parameters(module, mesh, shard_placement_fn, ignored_params or set(), one_program)
+        own = _shard_parameters(module, mesh, choose, ignored, one_program)
     for owner in module.modules():
         for key, b in owner._buffers.items():
             if b is not None and not on_mesh(b):
                 owner._buffers[key] = distribute_tensor(b, mesh, src_data_rank=None) if one_program else (
                     b if b.is_meta else b.to(world().device(mesh.type, world().rank)))
+    shardings[module] = Sharding(mesh, None if precision is None else precision.param_dtype)
     (_DoorOfAll if one_program else _Door)(module, mesh)
-    return module
+    if precision is not None:
+        set_precision(module, precision, own)
+    become_fsdp(module)
 
 
 def _shard_parameters(module: nn.Module, mesh: DeviceMesh, choose: Callable[[nn.Parameter], Shard | None] | None,
-                      ignored: set[nn.Parameter], one_program: bool) -> None:
-    done: dict[int, torch.Tensor] = {}
-    others = {part for m in module.modules() if m in _doors for part in m.modules()} if not one_program else set()
+                      ignored: set[nn.Parameter], one_program: bool) -> list[GlobalTensor]:
+    """Those that were not split before."""
+    done: dict[int, Any] = {}
+    others = {part for m in module.modules() if m in shardings for part in m.modules()} if not one_program else set()
     for owner in module.modules():
         for key, p in owner._parameters.items():
             if p is None or p in ignored or on_mesh(p) and (
@@ -87,12 +103,8 @@ def _shard_parameters(module: nn.Module, mesh: DeviceMesh, choose: Callable[[nn.
             if id(p) not in done:
                 chosen = choose(p) if choose is not None else None
                 done[id(p)] = convert(p, partial(_sharded, mesh=mesh, chosen=chosen))
-            owner._parameters[key] = done[id(p)]     # type: ignore[assignment]  # a Parameter still
-
-
-def _default_policy(policy: Any) -> Any:
-    """torch's default of `mp_policy` and `offload_policy`; None of anything else."""
-    return type(policy)() if type(policy).__name__ in ("MixedPrecisionPolicy", "OffloadPolicy") else None
+            owner._parameters[key] = done[id(p)]     # a Parameter still
+    return [*done.values()]
 
 
 def _sharded(t: torch.Tensor, mesh: DeviceMesh, chosen: Shard | None) -> GlobalTensor:
@@ -110,7 +122,6 @@ class _Door:
         self.module, self.mesh = module, mesh
         self.layers: OwnLayers | None = None
         self.depth = 0                               # of its calls, which may be of itself
-        _doors[module] = mesh
         module.register_forward_pre_hook(api_boundary(self._enter), prepend=True, with_kwargs=True)
         module.register_forward_hook(api_boundary(self._leave), always_call=True)
 
@@ -142,12 +153,12 @@ class _Door:
 
     def _layers(self) -> OwnLayers:
         """Each module with the parameters of modules that are in none inside of it."""
-        modules = [m for m in self.module.modules() if m in _doors]
+        modules = [m for m in self.module.modules() if m in shardings]
         _inside.update(modules[1:])
         layers = []
         for module in modules:
             inner = {m for one in modules if one is not module and one in {*module.modules()} for m in one.modules()}
-            layers.append(OwnLayer(module, _doors[module].names[-1], [m for m in module.modules() if m not in inner]))
+            layers.append(OwnLayer(module, shardings[module], [m for m in module.modules() if m not in inner]))
         return OwnLayers(layers[1:], layers[0])
 
 
@@ -161,7 +172,6 @@ class _DoorOfAll:
         self.module, self.mesh = module, mesh
         self.layers: ShardedLayers | None = None
         self.others: ShardedLayer                    # the parameters that are in no layer: they stay gathered
-        _doors[module] = mesh
         module.register_forward_pre_hook(api_boundary(self._enter), prepend=True, with_kwargs=True)
         module.register_forward_hook(api_boundary(self._leave), always_call=True)
 
@@ -170,10 +180,12 @@ class _DoorOfAll:
         if _running or recomputed:
             return args, named
         if self.layers is None:
-            axis, inner = self.mesh.names[-1], [m for m in module.modules() if m in _doors and m is not module]
+            axis, inner = self.mesh.names[-1], [m for m in module.modules() if m in shardings and m is not module]
             _inside.update(inner)
             self.layers = ShardedLayers.of(module, axis, inner)
             self.others = ShardedLayer(module, axis, {id(p) for one in self.layers.layers for p, _ in one.parameters})
+            for layer in (*self.layers.layers, self.others):
+                layer.dtype = shardings.get(layer.module, shardings[module]).dtype
         unshard(self.others)
         self.others.swap_in_unsharded(0, partial(unshard, self.others))
         _running.append(module)

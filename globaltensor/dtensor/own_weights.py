@@ -21,10 +21,11 @@ from torch.autograd.graph import increment_version
 
 from globaltensor.dtensor.api import on_mesh
 from globaltensor.dtensor.conversion import wrap_part
+from globaltensor.dtensor.fsdp_module import Sharding
 from globaltensor.layouts.layout import Layout, Shards, layout
 from globaltensor.layouts.sbp import partial_sum
 from globaltensor.parallel.saved_storages import SavedStorages
-from globaltensor.parallel.zero3 import ShardedLayer, ShardedLayers, UnshardedParameter, is_at, outputs_in, unshard
+from globaltensor.parallel.zero3 import ShardedLayer, ShardedLayers, is_at, outputs_in, unshard
 from globaltensor.runtime import lineage
 from globaltensor.runtime.torch_internals import uncounted_writes
 from globaltensor.runtime.world import world
@@ -37,19 +38,21 @@ from globaltensor.tracebacks import api_boundary
 
 
 class OwnCopy(torch.autograd.Function):
-    """A broadcast tensor as this rank's own, plain, in its memory. To autograd it must not be a view: a write would
-    count as one to the copies of other passes. Its gradient is the mean of those of all ranks' copies."""
+    """A parameter as this rank has gathered it, plain, in its memory. To autograd it must not be a view: a write would
+    count as one to the copies of other passes. Its gradient is the mean of those of all ranks' copies: their sum by a
+    divisor, which is their number."""
 
     @staticmethod
-    def forward(ctx: Any, x: GlobalTensor) -> Tensor:
-        ctx.of = x.spec.layout
-        return x.shards[world().rank].data
+    def forward(ctx: Any, x: GlobalTensor, gathered: Layout, shards: Shards, divisor: float) -> Tensor:
+        ctx.of, ctx.dtype, ctx.divisor = gathered, x.dtype, divisor
+        return shards[world().rank].data
 
     @staticmethod
     @api_boundary
     @row_by_row
-    def backward(ctx: Any, grad: Any) -> GlobalTensor:
-        return lineage.begin_lineage(_MeanOfRanks.apply(plain_gradient(grad), ctx.of))
+    def backward(ctx: Any, grad: Any) -> tuple[GlobalTensor, None, None, None]:
+        term = plain_gradient(grad).to(ctx.dtype)
+        return lineage.begin_lineage(_MeanOfRanks.apply(term, ctx.of, ctx.divisor)), None, None, None
 
 
 class _MeanOfRanks(torch.autograd.Function):
@@ -57,16 +60,18 @@ class _MeanOfRanks(torch.autograd.Function):
     gradients what the copy is to gradients."""
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor, of: Layout) -> GlobalTensor:
-        ctx.of = of
+    def forward(ctx: Any, t: Tensor, of: Layout, divisor: float) -> GlobalTensor:
+        ctx.of, ctx.divisor = of, divisor
         terms = layout(of.placement, (partial_sum,) * len(of.sbp))
-        return wrap_part(t.detach() / len(of.placement.flat), terms, tuple(t.shape), False)
+        return wrap_part(t.detach() / divisor, terms, tuple(t.shape), False)
 
     @staticmethod
     @api_boundary
     @row_by_row
-    def backward(ctx: Any, grad: Any) -> tuple[Tensor, None]:
-        return OwnCopy.apply(to_layout(grad, ctx.of)), None
+    def backward(ctx: Any, grad: Any) -> tuple[Tensor, None, None]:
+        n = len(ctx.of.placement.flat)
+        gathered = to_layout(grad if ctx.divisor == n else grad * (n / ctx.divisor), ctx.of)
+        return OwnCopy.apply(gathered, ctx.of, gathered.shards, n), None, None
 
 
 class OwnStorages(SavedStorages):
@@ -120,8 +125,9 @@ class OwnWeight:
 class OwnLayer(ShardedLayer):
     """The parameters on a mesh, split or not, of modules in one: plain while it runs, forward or backward."""
 
-    def __init__(self, module: nn.Module, axis: str, owners: Sequence[nn.Module]) -> None:
-        super().__init__(module, axis, owners=owners)
+    def __init__(self, module: nn.Module, sharding: Sharding, owners: Sequence[nn.Module]) -> None:
+        super().__init__(module, sharding.mesh.names[-1], owners=owners)
+        self.sharding, self.dtype = sharding, sharding.dtype
         self.again: list[OwnWeight] = []             # those that are in their places in backward
         self._networks = [m for m in owners if isinstance(m, nn.RNNBase)]
         self._storages_again: SavedStorages | None = None
@@ -170,7 +176,7 @@ class OwnLayer(ShardedLayer):
         for (p, slots), unsharded, shards in zip(self.parameters, self.layouts, storages):
             if places := [slot for slot in slots if is_at(slot, p)]:
                 with torch.inference_mode(False), torch.enable_grad():           # it learns, as a parameter does
-                    own = OwnCopy.apply(UnshardedParameter.apply(p, unsharded, shards))
+                    own = OwnCopy.apply(p, unsharded, shards, self.sharding.divisor or len(unsharded.placement.flat))
                 storages.empty_later(own, shards, p)
                 swapped.append(OwnWeight(places, p, own))
         self._list_again()

@@ -175,6 +175,10 @@ class Spec:
         return self if where is self.layout else spec(where, self.shape, self.stride, self.dtype,
                                                       lazy_bits=self.lazy_bits)
 
+    def cast(self, dtype: torch.dtype) -> Spec:
+        """The same tensor in another dtype, in memory of its own."""
+        return self if dtype == self.dtype else spec(self.layout, self.shape, self.stride, dtype)
+
     def moved(self, where: Layout) -> Spec:
         """The same tensor after a boxing: new memory without gaps, its dims in the order of the old one."""
         if where is self.layout:

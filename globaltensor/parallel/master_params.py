@@ -20,7 +20,7 @@ import torch
 from globaltensor.algorithms.aliasing import note_uncounted_write
 from globaltensor.boxings.redistribute import Move, move_shards, redistribute
 from globaltensor.errors import GlobalTensorError
-from globaltensor.layouts.layout import Shards, spec
+from globaltensor.layouts.layout import Shards
 from globaltensor.parallel.write_behind import (
     ArrivingTarget,
     WriteBehind,
@@ -255,8 +255,7 @@ def _cast_shards(t: Any, dtype: torch.dtype) -> Any:
     """A tensor in another dtype, below all that ops go through: it is needed in the midst of one."""
     if t.dtype == dtype:
         return t
-    own = spec(t.spec.layout, t.spec.shape, t.spec.stride, dtype)
-    return GlobalTensor.wrap(own, {rank: shard.detach().to(dtype) for rank, shard in t.shards.items()})
+    return GlobalTensor.wrap(t.spec.cast(dtype), {rank: shard.detach().to(dtype) for rank, shard in t.shards.items()})
 
 
 def _write_to_parameters(pairs: Sequence[tuple[Any, Any]]) -> None:

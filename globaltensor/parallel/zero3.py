@@ -41,6 +41,7 @@ from globaltensor.boxings.redistribute import (
 )
 from globaltensor.layouts.layout import Layout, layout
 from globaltensor.layouts.sbp import broadcast
+from globaltensor.parallel.model_layers import layers_of
 from globaltensor.parallel.offload import on_host
 from globaltensor.parallel.saved_storages import SavedStorages
 from globaltensor.runtime.memory_writes import writes_of
@@ -58,8 +59,6 @@ from globaltensor.tensors.linear_maps import row_by_row
 from globaltensor.tensors.parameter_swap import Slot, SwappedIn, convert
 from globaltensor.tensors.redistribution import to_layout
 from globaltensor.tracebacks import api_boundary
-
-_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class ShardedLayers:
@@ -188,20 +187,6 @@ def _in_backward() -> bool:
     return backward_sequence_number() is not None
 
 
-def is_in_a_layer(name: str, model: nn.Module) -> bool:
-    """Is this parameter gathered with a layer? Others are gathered by each op that needs them."""
-    return any(name.startswith(f"{path}.") for path, _ in layers_of(model))
-
-
-def layers_of(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The layers of a model, with where they are. A list in a list runs none of its own: its items are layers, too."""
-    for key, child in module.named_children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or not isinstance(module, _LISTS) and [*child.children()]:
-            yield from layers_of(child, f"{path}{key}.")
-        elif not isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
-            yield path + key, child
-
-
 class ShardedLayer:
     """One layer: where its split parameters stand, but for those without, and what is gathered of them now. Of the
     modules in it, those that own parameters of it may be told."""
@@ -222,6 +207,7 @@ class ShardedLayer:
                 elif isinstance(p, GlobalTensor) and (unsharded := self.unsharded_layout(p, axis)) is not None:
                     self.parameters.append((p, [(owner, key)]))
                     self.layouts.append(unsharded)
+        self.dtype: torch.dtype | None = None        # in which the layer works, if that is not its parameters' own
         self.unsharded: list[dict[int, Tensor]] | None = None            # rank -> shard, per parameter
         self.writes: list[Any] = []                  # to the parameters, when that was gathered
         self.begun: BegunLayers | None = None        # what gathers it meanwhile
@@ -241,6 +227,10 @@ class ShardedLayer:
             return None
         return p.spec.layout.along({axis: broadcast})
 
+    def dtype_of(self, p: GlobalTensor) -> torch.dtype:
+        """In which the layer works with it. Only floating-point numbers are cast."""
+        return self.dtype if self.dtype is not None and p.is_floating_point() else p.dtype
+
     def is_sharded(self) -> bool:
         """Is nothing gathered, or what was before someone wrote to a parameter?"""
         return self.unsharded is None or self.writes != self.writes_now()
@@ -256,12 +246,12 @@ class ShardedLayer:
 
     def gathering(self) -> list[Move]:
         """The moves that gather it."""
-        return [_gathering(p, dst) for (p, _), dst in zip(self.parameters, self.layouts)]
+        return [_gathering(p, dst, self.dtype_of(p)) for (p, _), dst in zip(self.parameters, self.layouts)]
 
     def link(self) -> tuple[float, float] | None:
         """Latency and transfer of its gathering, in seconds, where that goes on while a core computes; else None."""
-        links = [link_seconds(p.spec, dst, world().machine) if p.placement == dst.placement else None
-                 for (p, _), dst in zip(self.parameters, self.layouts)]
+        links = [link_seconds(p.spec.cast(self.dtype_of(p)), dst, world().machine) if p.placement == dst.placement
+                 else None for (p, _), dst in zip(self.parameters, self.layouts)]
         known = [link for link in links if link is not None]
         if len(known) < len(links):
             return None
@@ -290,7 +280,7 @@ class ShardedLayer:
         for (p, slots), unsharded, shards in zip(self.parameters, self.layouts, self.in_use):
             if places := [slot for slot in slots if is_at(slot, p)]:
                 with torch.enable_grad():            # it learns as a parameter does, of which no_grad makes no other
-                    gathered = UnshardedParameter.apply(p, unsharded, shards)
+                    gathered = UnshardedParameter.apply(p, unsharded, shards, self.dtype_of(p))
                 self.in_use.empty_later(gathered, shards, p)
                 self.swapped.append(SwappedIn(places, p, gathered))
 
@@ -371,29 +361,35 @@ def _coming(layer: ShardedLayer, side: Literal["before", "after"]) -> list[Shard
     return coming
 
 
-def _gathering(p: GlobalTensor, dst: Layout) -> Move:
-    """The move of a parameter to this layout, from its devices, where it was copied to if it is on the host."""
-    if p.placement == dst.placement:
-        return Move(p.spec, p.shards, dst, p.lineage)
-    device = {rank: world().device(dst.placement.type, rank) for rank in p.shards}
-    copies = {rank: shard.detach().to(device[rank], non_blocking=True) for rank, shard in p.shards.items()}
-    return Move(p.spec.moved(layout(dst.placement, p.sbp)), copies, dst, p.lineage)
+def _gathering(p: GlobalTensor, dst: Layout, dtype: torch.dtype) -> Move:
+    """The move of a parameter to this layout, in this dtype, from its devices, where it was copied to if it is on the
+    host."""
+    of, shards = p.spec, p.shards
+    if p.placement != dst.placement:
+        of = of.moved(layout(dst.placement, p.sbp))
+        shards = {rank: t.detach().to(world().device(dst.placement.type, rank), non_blocking=True)
+                  for rank, t in shards.items()}
+    if dtype != p.dtype:
+        of, shards = of.cast(dtype), {rank: t.detach().to(dtype) for rank, t in shards.items()}
+    return Move(of, shards, dst, p.lineage)
 
 
 class UnshardedParameter(torch.autograd.Function):
-    """A parameter as it was gathered. Its gradient is the parameter's, in whatever layout: it is reduced when read, but
-    now where that is on the host."""
+    """A parameter as it was gathered, in this dtype. Its gradient is the parameter's, in whatever layout: it is reduced
+    when read, but now where that is on the host."""
 
     @staticmethod
-    def forward(ctx: Any, p: Any, unsharded: Layout, shards: dict[int, Tensor]) -> Any:
-        ctx.home = p.spec.layout
-        return in_layout(p, unsharded, shards)
+    def forward(ctx: Any, p: Any, unsharded: Layout, shards: dict[int, Tensor], dtype: torch.dtype) -> Any:
+        ctx.home, ctx.dtype = p.spec.layout, p.dtype
+        return in_layout(p, unsharded, shards, dtype)
 
     @staticmethod
     @row_by_row
-    def backward(ctx: Any, grad: Any) -> tuple[Any, None, None]:
+    def backward(ctx: Any, grad: Any) -> tuple[Any, None, None, None]:
         home: Layout = ctx.home
+        if grad.dtype != ctx.dtype:
+            grad = grad.to(ctx.dtype)
         if grad.placement != home.placement:
             part = to_layout(grad, layout(grad.placement, home.sbp))
             grad = in_layout(part, home, {rank: shard.cpu() for rank, shard in part.shards.items()})
-        return grad, None, None
+        return grad, None, None, None

@@ -24,7 +24,7 @@ from torch import nn
 
 from globaltensor.errors import ArgumentError, ErrorNote, GlobalTensorError, expect, expect_amount, expect_path
 from globaltensor.layouts.placement import placement
-from globaltensor.parallel.zero3 import is_in_a_layer
+from globaltensor.parallel.model_layers import is_in_a_layer
 from globaltensor.pipelining.units import Units, units_of
 from globaltensor.planner.capture import read_inputs
 from globaltensor.planner.graph import CaptureError

@@ -16,7 +16,7 @@ from torch import nn
 from globaltensor.boxings.seen import most_received, plan_together
 from globaltensor.boxings.watch import BoxingRecord, MovedTensor
 from globaltensor.layouts.layout import Layout, Shape
-from globaltensor.parallel.zero3 import layers_of
+from globaltensor.parallel.model_layers import layers_of
 from globaltensor.pipelining.units import Unit
 from globaltensor.planner.cost_tracer import CostTracer
 from globaltensor.planner.graph import Ref

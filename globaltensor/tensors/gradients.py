@@ -30,7 +30,7 @@ from globaltensor.boxings import native
 from globaltensor.boxings.redistribute import BegunBoxing, Move, finish_boxings, link_seconds, redistribute
 from globaltensor.boxings.watch import watched
 from globaltensor.errors import BoxingError
-from globaltensor.layouts.layout import Layout, spec
+from globaltensor.layouts.layout import Layout
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.this_thread import this_thread
 from globaltensor.runtime.torch_internals import TensorBase, compiling, end_graph
@@ -299,7 +299,7 @@ class Reduction(NamedTuple):
         """The boxing that does it."""
         of, shards = self.grad.spec, self.grad.shards
         if self.casts and (dtype := self.notes.reduce_dtype) is not None:
-            of, shards = spec(of.layout, of.shape, of.stride, dtype), _cast(shards, dtype)
+            of, shards = of.cast(dtype), _cast(shards, dtype)
         return Move(of, shards, self.dst, self.grad.lineage)
 
     def settle(self, shards: dict[int, torch.Tensor]) -> None:

@@ -164,12 +164,14 @@ TABLE = {                                            # name -> model, arguments
 }
 
 
-def trained(T, make, arguments, shards, mesh_of_layers):
+def trained(T, make, arguments, shards, mesh_of_layers, policies=(None, None)):
     """Outputs of two steps, the norms of gradients, and then parameters and buffers."""
     torch.manual_seed(7)
     model, seen = make(), []
     for part in shards(model):
-        T.fully_shard(part, mesh=(MESH if part is model else mesh_of_layers)[T])
+        outermost = part is model
+        T.fully_shard(part, mesh=(MESH if outermost else mesh_of_layers)[T],
+                      **{} if (policy := policies[outermost]) is None else {"mp_policy": policy})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(2):
         out = model(*arguments())
@@ -195,7 +197,19 @@ def layers(m):
 
 
 ON_TWO_MESHES = {"loss", "uneven", "batch norm", "LSTM"}
+HALF, ROUNDED = torch.bfloat16, torch_fsdp.MixedPrecisionPolicy
+POLICIES = {                                         # of layers, and of the outermost module
+    "weights": (ROUNDED(HALF),) * 2,
+    "weights, gradients in float32": (ROUNDED(HALF, torch.float32),) * 2,
+    "layers alone": (ROUNDED(HALF, torch.float32, torch.float32), None),
+    "gradients alone": (ROUNDED(None, HALF),) * 2,
+    "outputs": (ROUNDED(HALF), ROUNDED(HALF, output_dtype=torch.float32)),
+    "no inputs": (ROUNDED(torch.float64, torch.float32, cast_forward_inputs=False), ROUNDED(torch.float64)),
+}
+IN_PRECISIONS = {"loss", "dict in", "dataclass", "uneven", "weight decay", "layers recomputed"}
 SHARDS = {"layers": (layers, MESH), "outermost": (lambda m: (m,), MESH), "layers on another mesh": (layers, HYBRID)}
+
+
 def main():
     names = sys.argv[1:] or TABLE
     for name in names:
@@ -203,6 +217,10 @@ def main():
             if mesh is HYBRID and name not in ON_TWO_MESHES:
                 continue
             results = [trained(T, *TABLE[name], shards, mesh) for T in (torch_fsdp, ours)]
+            torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=2e-6,
+                                       msg=lambda text: f"{name}, {how}, rank {RANK}: {text}")
+        for how, policies in POLICIES.items() if name in IN_PRECISIONS else ():
+            results = [trained(T, *TABLE[name], layers, MESH, policies) for T in (torch_fsdp, ours)]
             torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=2e-6,
                                        msg=lambda text: f"{name}, {how}, rank {RANK}: {text}")
     print("each of", len(names), "is as torch's")
