@@ -172,7 +172,10 @@ def first_sentence(error: Exception) -> str:
 
 class GlobalTensorError(RuntimeError):
     """The root of all errors of this library. `what` in one line; `why` and `fix` (what to type) where they help; `at`
-    is the user's line, where another thread than the user's raises. `anchor` is the message's in the error index."""
+    is the user's line, where another thread than the user's raises. `anchor` is the message's in the error index.
+    `follows`: another rank has raised, and told this one, which can't go on."""
+
+    follows = False
 
     def __init__(self, what: str, why: str = "", fix: str = "", at: str = "") -> None:
         what, why = with_articles(what), with_articles(why)

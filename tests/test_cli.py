@@ -250,6 +250,8 @@ def ended(*ranks, state=RUNS):
                                2: "CheckpointError: a/step-1 was not written: rank 1 was killed (process 7)"},
      {}, 137, [1], ["rank 1 was killed by SIGKILL (did the host run out of memory?)",
                     "ranks 0, 2 could not save then (CheckpointError)"]),
+    (dict(r0=1, r1=1), {0: "DisagreementError: rank 1 failed", 1: "OSError: d"}, {}, 1, [1],
+     ["rank 1 failed: OSError: d", "rank 0 could not go on then (DisagreementError)"]),
     (dict(r0=-15, r1=-15), {1: "KeyError: 'x'"}, ended(0, 1), 1, [1],
      ["rank 1 failed: KeyError: 'x'", "rank 0 ended with it"]),
     (dict(r0=1, r1=-15), {0: "TransportError: b"}, {}, 143, [1],
@@ -271,7 +273,8 @@ def ended(*ranks, state=RUNS):
 def test_the_report_names_the_cause_first(tmp_path, capsys, codes, notes, ended, code, causes, lines):
     for rank, line in notes.items():
         exit_code = int(line.split()[-1]) if line.startswith("exit code") else 1
-        (tmp_path / f"{rank}.json").write_text(json.dumps({"error": line, "code": exit_code}))
+        note = {"error": line, "code": exit_code, "follows": "Disagreement" in line}
+        (tmp_path / f"{rank}.json").write_text(json.dumps(note))
     assert launch._report(failures(**codes), ended, [3], str(tmp_path)) == (code, causes)
     assert capsys.readouterr().err.splitlines() == [f"globaltensor: {line}" for line in lines]
 

@@ -3,7 +3,11 @@ has started it."""
 from __future__ import annotations
 
 import pytest
+import torch
 from harness import PYTHON, RUN, Started, environment, free_port
+
+import globaltensor as gt
+from globaltensor.runtime.process_end import is_good_exit
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("real_processes")]
 
@@ -27,6 +31,7 @@ ENDINGS = {                                          # of rank 1 -> exit code, w
         1, ["why:   rank 1 has ended, after its thread mine raised KeyError: 'no'   at ", "try:   mend that error",
             "rank 1 ended without an error, while others waited: its thread mine raised KeyError: 'no'   at "]),
     "os._exit(0)": (1, ["rank 1 ended without an error, while others waited"]),
+    "sys.exit(x.sum())": (1, ["rank 1:\ntensor(shape=[]", "rank 1 failed: tensor(shape=[]"]),
 }
 
 
@@ -42,6 +47,38 @@ def test_who_waits_for_a_rank_whose_program_has_ended_is_told_though_threads_of_
     code, _, err = run_program(tmp_path, f"{BEGIN}    {ending}\nx.sum().item()\n")
     expected, words = ENDINGS[ending]
     assert code == expected and all(each in err for each in words), err
+
+
+BROKEN = """
+import os, torch, globaltensor as gt
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, i):
+        if os.environ["RANK"] == "1" and os.environ["WORLD_SIZE"] == "2":
+            raise OSError("bad luck")
+        return torch.ones(2)
+where = gt.placement.all("cpu")
+for x in {loader}:
+    x.sum().item()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("loader", ["gt.data.DataLoader(Rows(), 4, where, gt.sbp.split(0))", pytest.param(
+    "gt.data.from_ranks(lambda rank: torch.utils.data.DataLoader(Rows(), 4), where)", marks=pytest.mark.long)])
+def test_a_rank_that_cannot_read_its_rows_is_the_cause_and_is_left_out(loader, tmp_path):
+    (tmp_path / "program.py").write_text(BROKEN.format(loader=loader))
+    started = Started([*RUN, "-n", 2, "--min-ranks", 1, "--max-restarts", 1, tmp_path / "program.py"])
+    code, out, err = started.end(90)
+    assert (code, out) == (0, "done\n"), err
+    assert 'raise OSError("bad luck")' in err and "rank 0:\nTraceback" not in err, err
+    assert "rank 1 failed: OSError: bad luck\nglobaltensor: rank 0 could not go on then (" in err, err
+
+
+def test_an_exit_is_good_by_its_number_alone():
+    good, bad = (None, 0, False, gt.REQUEUE), (1, "", 0.0, torch.zeros(()), torch.ones(2), gt.REQUEUE + 1)
+    assert [is_good_exit(SystemExit(code)) for code in (*good, *bad)] == [True] * len(good) + [False] * len(bad)
 
 
 def test_a_long_line_of_an_error_is_shown_whole_once_and_in_short_to_those_who_waited(tmp_path):

@@ -345,8 +345,10 @@ class Saving:
         text = self._marks.find(failure, closely)
         if text is not None:
             what, _, why = text.partition("\n")
-            raise CheckpointError(f"{self.path} was not written: {what}",
-                                  why or f"the file {failure} is in {self._temporary}")
+            error = CheckpointError(f"{self.path} was not written: {what}",
+                                    why or f"the file {failure} is in {self._temporary}")
+            error.follows = True
+            raise error
 
 
 def _join_earlier(path: Folder) -> None:

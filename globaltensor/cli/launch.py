@@ -143,6 +143,8 @@ def _fate(code: int, note: dict[str, Any] | None, ended: str | None) -> tuple[in
         return _LOST_TOUCH, "then lost touch with others (TransportError)"
     if note is not None and re.match(r"CheckpointError: .* was not written: rank \d+", note["error"]):
         return _LOST_TOUCH, "could not save then (CheckpointError)"
+    if note is not None and note.get("follows"):
+        return _LOST_TOUCH, f"could not go on then ({note['error'].partition(':')[0]})"
     if code == REQUEUE:
         return 0, "was asked to end, to go on later"
     if note is not None:

@@ -16,6 +16,7 @@ import pkgutil
 import runpy
 import signal
 import sys
+import time
 import traceback
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
@@ -25,6 +26,7 @@ from typing import TextIO
 
 FOLDER = "GLOBALTENSOR_RUN_FOLDER"                   # names a folder that the launcher and its ranks share
 _LONGEST = 500                                       # letters of a line for the launcher
+_MOMENT = 1.0                                        # seconds
 
 
 def main(argv: list[str]) -> None:
@@ -95,7 +97,7 @@ class LastWords:
     def show_by_hook(self, error: Exception) -> None:
         """As Python would: by sys.excepthook, ours, or what the program has set in its place, which may call ours."""
         kind, at = type(error), _from_program(error.__traceback__)
-        self.note(_line_of(error))
+        self.note(_line_of(error), follows=_follows(error))
         self.tell_others(error)
         self.errors = sys.stderr                     # torch has wrapped ours by now, to write the rank before each line
         try:
@@ -112,7 +114,8 @@ class LastWords:
                      before: str = "") -> None:
         """In place of Python's own sys.excepthook: the traceback from the program's first line on, once per host."""
         self.tell_others(error)
-        self.say(_line_of(error), before + "".join(traceback.format_exception(kind, error, _from_program(at))))
+        text = before + "".join(traceback.format_exception(kind, error, _from_program(at)))
+        self.say(_line_of(error), text, _follows(error))
 
     def note_interrupt(self, error: KeyboardInterrupt) -> None:
         """Ctrl-C, or SIGINT to this rank alone, which the launcher knows. It shows no traceback: all would have one."""
@@ -121,9 +124,13 @@ class LastWords:
         place = "" if errors is None else f"   at {errors.raised_at(error)}"
         self.note(f"KeyboardInterrupt{place}", 128 + signal.SIGINT)
 
-    def say(self, line: str, text: str) -> None:
-        """Leave `line` for the launcher, and show `text` unless another rank of this host was first."""
-        self.note(line)
+    def say(self, line: str, text: str, follows: bool = False) -> None:
+        """Leave `line` for the launcher, and show `text` unless another rank of this host was first. One that follows
+        from another rank's error lets that one be first, for a moment: it may be on another host."""
+        self.note(line, follows=follows)
+        until = time.monotonic() + (_MOMENT if follows else 0)
+        while time.monotonic() < until and not (self.folder / "first").exists():
+            time.sleep(0.01)
         try:
             if os.getpid() == self.process:
                 os.close(os.open(self.folder / "first", os.O_CREAT | os.O_EXCL))
@@ -142,7 +149,7 @@ class LastWords:
             except Exception:                        # closed, too; Python would try again at its end, and exit with 120
                 sys.stderr = None
 
-    def note(self, line: str, code: int = 1) -> None:
+    def note(self, line: str, code: int = 1, follows: bool = False) -> None:
         """How this rank ended: the launcher knows the exit code only, and of a rank that ended well not even when."""
         if os.getpid() != self.process:
             return
@@ -150,7 +157,7 @@ class LastWords:
             line = f"{line[:_LONGEST]}... ({len(line) - _LONGEST} more characters)"
         new = self.folder / f"{self.rank}.new"       # a rank may be ended at any moment; half a note is none
         with suppress(OSError):                      # the folder is gone, or the disk is full
-            new.write_text(json.dumps({"error": line, "code": code}))
+            new.write_text(json.dumps({"error": line, "code": code, **({"follows": True} if follows else {})}))
             new.rename(new.with_suffix(".json"))
 
     def tell_others(self, error: BaseException) -> None:
@@ -170,6 +177,11 @@ def _error_of_a_thread() -> str:
     """What the others may have missed, of a rank that ends well."""
     library = sys.modules.get("globaltensor.runtime.thread_errors")
     return "" if library is None else library.error_of_thread()
+
+
+def _follows(error: BaseException) -> bool:
+    """Does it say what another rank has raised? Only errors of this library know."""
+    return getattr(error, "follows", None) is True
 
 
 def _line_of(error: BaseException) -> str:

@@ -152,8 +152,10 @@ class RankBatches(Generic[T]):
         notes = {r: note for process in gather_objects(mine, self._text) for r, note in process.items()}
         failed = [f"\n    rank {r}: {note.error}" for r, note in sorted(notes.items()) if note.error]
         if failed:
-            raise GlobalTensorError("ranks that cannot read their batch:" + "".join(failed),
-                                    "each rank's batch is a part of the global one", "see what these ranks raised")
+            error = GlobalTensorError("ranks that cannot read their batch:" + "".join(failed),
+                                      "each rank's batch is a part of the global one", "see what these ranks raised")
+            error.follows = True                     # they raise their own
+            raise error
         return notes
 
     def _join(self, tensors: Mapping[int, dict[str, torch.Tensor]], notes: Mapping[int, RankNote],

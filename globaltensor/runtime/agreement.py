@@ -83,9 +83,12 @@ def agree(what: str, ranks: Sequence[int] | None = None, advice: Advice = _CREAT
     if all(torch.equal(mine[:2], other[:2]) for other in others):
         return any(bool(other[2]) for other in others)
     texts = gather_unchecked(f"{what}   at {where()}", what, ranks)
-    advice = _of_failure(ranks, texts) or _advice_for(texts, advice)
+    of_failure = _of_failure(ranks, texts)
+    advice = of_failure or _advice_for(texts, advice)
     rows = "".join(f"\n    rank {r}: {text}" for r, text in zip(ranks, texts))
-    raise DisagreementError(advice.what + rows, advice.why, advice.fix)
+    error = DisagreementError(advice.what + rows, advice.why, advice.fix)
+    error.follows = of_failure is not None
+    raise error
 
 
 def _of_failure(ranks: Sequence[int], texts: Sequence[str]) -> Advice | None:

@@ -34,7 +34,10 @@ def before_threads(function: Callable[..., Any], *args: Any) -> None:
 
 def is_good_exit(error: BaseException) -> bool:
     """Is that sys.exit() of a program that has done what it should?"""
-    return isinstance(error, SystemExit) and error.code in (None, 0, REQUEUE)
+    if not isinstance(error, SystemExit):
+        return False
+    code = error.code                                # any object, which may be a tensor: Python prints it, and fails
+    return code is None or isinstance(code, int) and code in (0, REQUEUE)
 
 
 def _call_in(process: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
