@@ -123,7 +123,8 @@ def test_policies_that_ask_for_nothing_are_taken():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     model = torch.nn.Linear(4, 4)
     dtensor.fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(), offload_policy=OffloadPolicy())
-    for option in ({"offload_policy": CPUOffloadPolicy()}, {"dp_mesh_dims": ("dp",)}):
+    dtensor.fully_shard(torch.nn.Linear(4, 4), mesh=mesh, offload_policy=CPUOffloadPolicy())
+    for option in ({"offload_policy": True}, {"dp_mesh_dims": ("dp",)}):
         with pytest.raises(gt.ArgumentError, match=f"fully_shard\\({next(iter(option))}="):
             dtensor.fully_shard(torch.nn.Linear(4, 4), mesh=mesh, **option)
 

@@ -50,20 +50,21 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, reshard_after_fo
     shard_placement_fn      which dim of a parameter to split; default: the first that nothing else splits
     reshard_after_forward   torch's choice of memory or time; here a layer is always freed, and gathered again
     mp_policy               torch's MixedPrecisionPolicy (mixed_precision.py)
-    offload_policy, dp_mesh_dims   refused with ArgumentError, but for a policy that asks for nothing, as torch's
-                            default; mesh["dp"] is for the other
+    offload_policy          torch's CPUOffloadPolicy on CPUs, where it asks for nothing; refused on other devices
+    dp_mesh_dims            refused: mesh["dp"]
     Call it before the optimizer is made. Returns the module, which is an `FSDPModule` from now on, or the list. Raises
     ArgumentError for parameters that are global already, and for no modules.
     """
     modules = module if isinstance(module, (list, tuple)) and module else [module]
     for one in modules:
         expect(one, nn.Module, "fully_shard of no module", "fully_shard(model, mesh=mesh)")
-    for name, policy, instead in (("offload_policy", offload_policy, "no offload_policy"),
-                                  ("dp_mesh_dims", dp_mesh_dims, 'mesh=mesh["dp"]')):
-        if policy is not None and type(policy).__name__ != "OffloadPolicy":
-            raise ArgumentError(f"fully_shard({name}={policy})", "it is not taken here", instead)
+    if dp_mesh_dims is not None:
+        raise ArgumentError(f"fully_shard(dp_mesh_dims={dp_mesh_dims})", "it is not taken here", 'mesh=mesh["dp"]')
     precision = precision_of(mp_policy)
     mesh = mesh or init_device_mesh("cpu", (world_size(),))
+    if type(offload_policy).__name__ not in ("NoneType", "OffloadPolicy", "CPUOffloadPolicy" * (mesh.type == "cpu")):
+        raise ArgumentError(f"fully_shard(offload_policy={offload_policy})", f"it is not taken here, on {mesh.type}",
+                            'no offload_policy; or gt.zero(optimizer, "dp", 3, model, offload="cpu") in its place')
     for one in modules:
         _shard(one, mesh, shard_placement_fn, ignored_params or set(), precision)
     return module
