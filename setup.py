@@ -55,6 +55,10 @@ def together(folder: str) -> str:
     return str(file)
 
 
+def age(file: Path) -> float:
+    return file.stat().st_mtime if file.exists() else 0.0
+
+
 def headers() -> list[str]:
     return sorted(glob("csrc/**/*.h", recursive=True))
 
@@ -100,6 +104,9 @@ else:
             if torch.version.cuda and nvcc:
                 target = Path("globaltensor" if self.inplace else f"{self.build_lib}/globaltensor") / "_cuda.so"
                 build.compile_kernels(nvcc, Path("csrc"), build.INSTALLED, target)
+            made, of = [Path(file) for file in self.get_outputs()], [*core.sources, *face.depends]
+            if self.inplace and min(map(age, made)) >= max(age(Path(file)) for file in of):      # not left as it was
+                Path("globaltensor/_torch.sources").write_text(build.native_hash(Path("csrc")))
 
         def build_extensions(self) -> None:
             try:

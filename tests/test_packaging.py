@@ -21,7 +21,7 @@ import pytest
 from harness import ROOT, environment
 
 import globaltensor
-from globaltensor.runtime.kernel_build import kernel_sources
+from globaltensor.runtime.kernel_build import kernel_sources, native_hash
 from globaltensor.runtime.native import torch_ext
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; sys.argv = ['setup.py']\n"
@@ -159,6 +159,22 @@ print(native.torch_ext, gt.arange(4., placement=P, sbp="S(0)").sum().item())"""
     assert done.stdout.split() == ["None", "6.0"], done.stdout + done.stderr
     assert re.search(r"why:   it was built for torch 2\.\d+\.\d+, and this is torch 2\.0\.1\n", done.stderr)
     assert f"-m pip install -e {ROOT}" in done.stderr
+
+
+@pytest.mark.skipif(torch_ext is None, reason="no native code")
+@pytest.mark.parametrize("change, warned", [("", False), ("// another line\n", True)], ids=["touched", "changed"])
+def test_a_checkout_whose_sources_have_changed_since_it_was_built_says_so(change, warned, tmp_path, real_processes):
+    for folder in ("globaltensor", "csrc"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    noted = tmp_path / "globaltensor" / "_torch.sources"
+    noted.write_text(native_hash(tmp_path / "csrc"))
+    os.utime(noted, (1, 1))
+    with open(tmp_path / "csrc" / "torch_ext" / "module.cpp", "a") as source:
+        source.write(change)
+    done = subprocess.run([sys.executable, "-c", "import globaltensor as gt; print(gt.__file__)"], capture_output=True,
+                          text=True, timeout=120, cwd=tmp_path, env=environment(PYTHONPATH=str(tmp_path)))
+    assert done.stdout.strip() == str(tmp_path / "globaltensor" / "__init__.py"), done.stdout + done.stderr
+    assert ("UserWarning: the native code of globaltensor was built from other sources" in done.stderr) == warned
 
 
 def test_every_installed_benchmark_finds_what_it_imports(installed):

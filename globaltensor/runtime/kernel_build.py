@@ -37,6 +37,14 @@ def sources_hash(csrc: Path) -> str:
     return text.hexdigest()[:16]
 
 
+def native_hash(csrc: Path) -> str:
+    """A hash of the sources of the native code, which setup.py notes beside what it has made of them."""
+    text = hashlib.sha256()
+    for path in sorted(path for kind in ("h", "cpp") for path in csrc.glob(f"*/*.{kind}")):
+        text.update(path.name.encode() + path.read_bytes())
+    return text.hexdigest()[:16]
+
+
 def compile_kernels(nvcc: str, csrc: Path, gpus: Sequence[str], target: Path) -> None:
     """Make the library, whole or not at all, and beside it `target.sources`, the hash of its sources. `gpus` are nvcc's
     options that say for which. Raises subprocess.CalledProcessError, with what nvcc says in its stderr."""

@@ -28,6 +28,7 @@ import torch  # its libraries must be there before ours
 
 from globaltensor.errors import BETWEEN, OURS, GlobalTensorError, warn
 from globaltensor.layouts.recent import limit
+from globaltensor.runtime.kernel_build import native_hash
 
 if os.environ.get("GLOBALTENSOR_NATIVE", "1") not in ("", "0", "1"):
     raise GlobalTensorError(f"GLOBALTENSOR_NATIVE={os.environ['GLOBALTENSOR_NATIVE']}",
@@ -95,6 +96,19 @@ core_lib = _load_core_lib()
 torch_ext: Any = _load_torch_ext()                   # None where it is not built: its functions have no stubs
 
 
+def _warn_of_other_sources() -> None:
+    """Of a checkout that has other sources than when its native code was built: Python may call what is not there."""
+    package = Path(__file__).resolve().parents[1]
+    noted, csrc = package / "_torch.sources", package.parent / "csrc"
+    if torch_ext is None or not noted.exists():
+        return
+    changed = max((file.stat().st_mtime for file in csrc.glob("*/*")), default=0.0)
+    if changed > noted.stat().st_mtime and noted.read_text() != native_hash(csrc):
+        warn("the native code of globaltensor was built from other sources than those that are there now"
+             f"\n  why:   {csrc} has changed since"
+             f"\n  try:   {how_to_build()}")
+
+
 def how_to_build() -> str:
     """What to do where the native code is missing, or was built for another torch."""
     checkout = Path(__file__).resolve().parents[2]
@@ -118,3 +132,6 @@ def say_if_slow() -> None:
         warn("globaltensor runs without its native code, so every op takes several times as long"
              f"\n  why:   {why_slow()}"
              f"\n  try:   {how_to_build()}, or GLOBALTENSOR_NATIVE=0 to do without it")
+
+
+_warn_of_other_sources()
