@@ -77,8 +77,9 @@ def ops_and_boxings(of: Cluster) -> dict:
     return {"ops": ops, "boxings": boxings, "transport": of.transport}
 
 
-def measurements_of(of: Cluster, longer: float) -> dict:
-    """What would be measured there, where ops take `longer` in a step than alone, and ranks wait for each other."""
+def measurements_of(of: Cluster, longer: float, together: bool = True) -> dict:
+    """What would be measured there, where ops take `longer` in a step than alone, and ranks wait for each other; or of
+    steps of one rank alone."""
     busy = dataclasses.replace(of, micro_batch_overhead=5e-4, step_overhead=2e-3, kernels=tuple(
         one if one.kind == "optimizer" else dataclasses.replace(one, start=one.start + 3e-6)
         for one in map(lasting(longer), of.kernels)))
@@ -91,7 +92,7 @@ def measurements_of(of: Cluster, longer: float) -> dict:
     link = Link(of.local.latency + 2e-5, of.local.bandwidth)
     busy = dataclasses.replace(busy, local=link, remote=link, step_overhead=5e-3)
     plans = []
-    for k, fixed in small_plans(2):
+    for k, fixed in small_plans(2) if together else ():
         model, inputs, targets, loss = small_models()[k]
         x, y = (torch.cat([one] * fixed["dp"] * fixed["pp"]) for one in (inputs, targets))
         one = gt.strategy(model, x, busy, 2, loss=loss, targets=y, micro_batch=len(inputs), **fixed)
@@ -116,7 +117,7 @@ def test_the_rates_of_a_machine_are_found_again(seed, longer):
 
 def test_steps_that_take_less_than_their_ops_alone_tell_of_little_beside_them():
     machine = made_up(SEED)
-    measured = measurements_of(machine, 1.0) | {"plans": []}
+    measured = measurements_of(machine, 1.0, together=False)
     measured["steps"] = [(k, m, taken / 100) for k, m, taken in measured["steps"]]
     fitted = cluster_of_measurements(measured, 2, 8e9, small_models())
     assert (fitted.micro_batch_overhead, fitted.step_overhead) == pytest.approx((5e-6, 2e-5), rel=1e-2)
