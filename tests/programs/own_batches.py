@@ -221,7 +221,9 @@ def main():
                                        msg=lambda text: f"{name}, {how}, rank {RANK}: {text}")
         for how, policies in POLICIES.items() if name in IN_PRECISIONS else ():
             results = [trained(T, *TABLE[name], layers, MESH, policies) for T in (torch_fsdp, ours)]
-            torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=2e-6,
+            sums_in_half = (policies[0].reduce_dtype or policies[0].param_dtype) is HALF and N > 2       # torch's
+            torch.testing.assert_close(results[1], results[0], **({"rtol": 1e-2, "atol": 2e-3} if sums_in_half else
+                                                                  {"rtol": 2e-5, "atol": 2e-6}),
                                        msg=lambda text: f"{name}, {how}, rank {RANK}: {text}")
     print("each of", len(names), "is as torch's")
 
