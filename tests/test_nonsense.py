@@ -566,6 +566,8 @@ def test_a_command_line_of_nonsense_is_refused_in_few_lines(capsys, name):
 def test_a_variable_of_nonsense_is_refused(variable, value):
     code, out, err = run([PYTHON, "-c", "import globaltensor as gt; gt.world_size()"], environment(**{variable: value}))
     assert code == 1 and value in err and "where:" in err and "try:" in err, out + err
+    shown = re.findall(r'File "(.*?)"', err)         # the program's lines alone
+    assert shown == ["<string>"] or variable == "GLOBALTENSOR_TRACEBACK", err
 
 
 _OF_A_RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500",

@@ -52,13 +52,17 @@ def check_variables(env: Mapping[str, str] = os.environ) -> None:
 
 
 _SWITCHES = {"GLOBALTENSOR_CHECK": ("1", "0"), "GLOBALTENSOR_GPU_KERNELS": ("0", "1"),
-             "GLOBALTENSOR_SHARE_GPU": ("1", "0"), "GLOBALTENSOR_TRACEBACK": ("full",)}
-_OWN = (*_SWITCHES, "GLOBALTENSOR_AUDIT", "GLOBALTENSOR_NATIVE", "GLOBALTENSOR_RANKS", "GLOBALTENSOR_SECRET")
+             "GLOBALTENSOR_NATIVE": ("0", "1"), "GLOBALTENSOR_SHARE_GPU": ("1", "0"),
+             "GLOBALTENSOR_TRACEBACK": ("full",)}
+_OWN = (*_SWITCHES, "GLOBALTENSOR_AUDIT", "GLOBALTENSOR_RANKS", "GLOBALTENSOR_SECRET")
 
 
 def check_own_variables(env: Mapping[str, str] = os.environ) -> None:
-    """Raise TransportError for a switch of ours that is neither on nor off, and warn of what would have no effect: a
-    variable that is misspelt, and one of RANK and WORLD_SIZE without the other."""
+    """Raise TransportError for a switch of ours that is neither on nor off, or steps that are not a number, and warn of
+    what would have no effect: a variable that is misspelt, and one of RANK and WORLD_SIZE without the other."""
+    if not (steps := env.get("GLOBALTENSOR_AUDIT") or "0").isdecimal():
+        raise TransportError(f"GLOBALTENSOR_AUDIT={steps}", "it is a number of steps, 0 for never",
+                             "GLOBALTENSOR_AUDIT=100")
     for name, values in _SWITCHES.items():
         if (value := env.get(name, "")) and value not in values:
             raise TransportError(f"{name}={value}", f"it is {' or '.join(values)}", f"{name}={values[0]}")

@@ -26,14 +26,11 @@ from typing import Any
 
 import torch  # its libraries must be there before ours
 
-from globaltensor.errors import BETWEEN, OURS, GlobalTensorError, warn
+from globaltensor.errors import BETWEEN, OURS, warn
 from globaltensor.layouts.recent import limit
 from globaltensor.runtime.kernel_build import native_hash
 
-if os.environ.get("GLOBALTENSOR_NATIVE", "1") not in ("", "0", "1"):
-    raise GlobalTensorError(f"GLOBALTENSOR_NATIVE={os.environ['GLOBALTENSOR_NATIVE']}",
-                            "it is 1, or 0 to do without native code", "GLOBALTENSOR_NATIVE=0")
-WANTED = os.environ.get("GLOBALTENSOR_NATIVE", "1") != "0"
+WANTED = os.environ.get("GLOBALTENSOR_NATIVE", "1") != "0"           # `check_own_variables` refuses what is neither
 _trouble = ""
 
 
