@@ -341,3 +341,18 @@ def test_the_commands_leave_torch_s_launcher_alone_until_it_is_needed():
             "heavy = [m for m in sys.modules if m.startswith(heavy)];"
             "assert not heavy, heavy")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_folder_of_a_launcher_that_was_killed_is_removed_by_a_later_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(run.tempfile, "tempdir", str(tmp_path))
+    left, fresh = (tmp_path / f"globaltensor-run-{name}" for name in ("left", "fresh"))
+    for folder in (left, fresh, tmp_path / "another's"):
+        folder.mkdir()
+        (folder / "file").touch()
+        os.utime(folder, (0, 0) if folder != fresh else None)
+    with run._temporary_folder() as of_one_that_runs:
+        os.utime(of_one_that_runs, (0, 0))
+        with run._temporary_folder() as other:
+            there = {str(folder) for folder in tmp_path.iterdir()}
+            assert there == {str(tmp_path / "another's"), str(fresh), of_one_that_runs, other}
+    assert {folder.name for folder in tmp_path.iterdir()} == {"another's", fresh.name}

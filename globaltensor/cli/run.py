@@ -19,13 +19,16 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import importlib.util
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
-from contextlib import nullcontext
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from globaltensor.cli import worker
@@ -33,6 +36,12 @@ from globaltensor.cli.cores import cores
 from globaltensor.cli.forks import ForkServer
 from globaltensor.cli.problem import Problem
 from globaltensor.cli.torchrun import accelerators, translate
+
+if find_spec("fcntl") is not None:                   # elsewhere no rank is started
+    import fcntl
+
+_FOLDERS = "globaltensor-run-"                       # how the names of the folders that launchers make begin
+_NEW = 60                                            # seconds in which the launcher surely locks its folder
 
 
 def command(chosen: argparse.Namespace) -> int:
@@ -52,13 +61,35 @@ def command(chosen: argparse.Namespace) -> int:
             return int(launch(chosen, ranks, folder, [str(Path(worker.__file__)), *program], forks))
 
 
-def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """What the launcher shares with its ranks."""
+@contextmanager
+def _temporary_folder() -> Iterator[str]:
+    """What the launcher shares with its ranks. It is locked for as long as the launcher lives, whatever ends it: the
+    folder of one that was killed is removed by a later one."""
     try:
-        return tempfile.TemporaryDirectory(prefix="globaltensor-", ignore_cleanup_errors=True)
+        fresh = tempfile.TemporaryDirectory(prefix=_FOLDERS, ignore_cleanup_errors=True)
     except OSError as error:
         raise Problem(f"there is no folder for temporary files\n  why: {error.strerror}\n  try: TMPDIR=FOLDER, one "
                       "that may be written, before globaltensor run", 1) from None
+    with fresh as folder, ExitStack() as held:
+        with suppress(OSError):                      # a file system without locks: nobody removes it
+            held.enter_context(_locked(folder))
+        for left in Path(folder).parent.glob(f"{_FOLDERS}*"):
+            with suppress(OSError):                  # another user's, or of one that runs
+                if time.time() - left.stat().st_mtime > _NEW:
+                    with _locked(str(left)):
+                        shutil.rmtree(left, ignore_errors=True)
+        yield folder
+
+
+@contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Raises OSError where another process has locked it."""
+    held = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(held)
 
 
 def _check_command(chosen: argparse.Namespace) -> None:
@@ -68,7 +99,7 @@ def _check_command(chosen: argparse.Namespace) -> None:
                       f"{chosen.program}, one process that drives all ranks; or Linux, also in WSL 2", 1)
     if chosen.module:
         sys.path[:0] = [] if os.environ.get("PYTHONSAFEPATH") else [os.getcwd()]         # as in the ranks
-        if importlib.util.find_spec(chosen.program.partition(".")[0]) is None:
+        if find_spec(chosen.program.partition(".")[0]) is None:
             raise Problem(f"there is no module {chosen.program!r}\n  looked in {os.getcwd()} and where Python looks")
     elif not Path(chosen.program).exists():
         raise Problem(f"there is no program {chosen.program!r}\n  looked in {os.getcwd()}")
