@@ -184,3 +184,43 @@ def test_a_pending_sum_of_what_the_kernel_cannot_add_is_reduced(dtype):
     for sbp in ("B", "S(0)"):
         got = whole.to_global(sbp="P").to_global(sbp=sbp)
         assert got.dtype == dtype and torch.equal(got.full_tensor().to(torch.complex64), torch.ones(4) + 0j)
+
+
+NUMBERS = {"true": True, "integer": 2, "negative": -1, "float": 2.5, "complex": 2 + 1j, "nan": float("nan")}
+WITH_NUMBERS = {
+    "+": lambda x, n: x + n, "-": lambda x, n: x - n, "n -": lambda x, n: n - x, "*": lambda x, n: x * n,
+    "/": lambda x, n: x / n, "n /": lambda x, n: n / x, "//": lambda x, n: x // n, "n //": lambda x, n: n // x,
+    "%": lambda x, n: x % n, "n %": lambda x, n: n % x, "**": lambda x, n: x ** n, "n **": lambda x, n: n ** x,
+    "==": lambda x, n: x == n, "<": lambda x, n: x < n, "&": lambda x, n: x & n, "<<": lambda x, n: x << n,
+    "rsub": torch.rsub, "fmod": torch.fmod, "clamp": torch.clamp, "xlogy": torch.xlogy,
+    "float_power": torch.float_power,
+    "floor": lambda x, n: torch.div(x, n, rounding_mode="floor"), "alpha": lambda x, n: torch.add(x, x, alpha=n),
+    "trunc": lambda x, n: torch.div(x, n, rounding_mode="trunc"), "value": lambda x, n: torch.addcmul(x, x, x, value=n),
+    "lerp": lambda x, n: torch.lerp(x, x, n), "list": lambda x, n: torch._foreach_add([x], n)[0],
+    "masked_fill": lambda x, n: x.masked_fill(x == 1, n), "where": lambda x, n: torch.where(x == 1, n, x),
+    "index_fill": lambda x, n: x.index_fill(0, torch.tensor([0]), n), "new_full": lambda x, n: x.new_full((3,), n),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("number", NUMBERS)
+def test_numbers_of_python_beside_every_dtype(number, dtype):
+    full, n, wrong = torch.tensor([1.0, 0.0, 1.0]).to(dtype), NUMBERS[number], []
+    for (name, program), sbp in itertools.product(WITH_NUMBERS.items(), (B, S(0), P)):
+        found = []
+        for x in (full, gt.from_full(full, TWO, sbp)):
+            try:
+                found.append(program(x, n))
+            except Exception as error:               # of whichever type it is
+                found.append(error)
+        want, got = found
+        if isinstance(want, NotImplementedError):
+            continue                                 # no kernel: see test_refused_dtypes.py
+        if isinstance(want, Exception) or isinstance(got, Exception):
+            good = isinstance(got, type(want))
+        else:
+            good = got.dtype == want.dtype and torch.equal(*(torch.nan_to_num(
+                t.to(torch.complex128)) for t in (got.full_tensor(), want)))
+        if not good:
+            wrong.append(f"{name} {sbp}: {got!r} for {want!r}"[:200])
+    assert not wrong, "\n".join(wrong)

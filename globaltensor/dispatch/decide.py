@@ -331,7 +331,7 @@ def _meta(call: Call, operands: list[Spec]) -> list[Any] | None:
             result = as_on(operands[0].placement.type, call.func, operands, meta(call.func, args, kwargs))
     except NotImplementedError:
         return None
-    except (ValueError, AssertionError, ZeroDivisionError):       # Python's own, of a shape function that checks less
+    except (ValueError, AssertionError, ZeroDivisionError, KeyError):        # Python's own: it checks less
         result, key = of_zeros(call, operands), None
     except (RuntimeError, IndexError) as error:
         if str(error).startswith("output with shape"):

@@ -318,6 +318,8 @@ def _check_filled(x: Tensor, dim: int, index: Tensor, value: Any) -> None:
     if isinstance(value, Tensor) and value.dim():
         raise RuntimeError("index_fill_ only supports a 0-dimensional value tensor, but got tensor with "
                            f"{value.dim()} dimension(s).")
+    if (value.is_complex() if isinstance(value, Tensor) else isinstance(value, complex)) and not x.is_complex():
+        raise RuntimeError("index_fill_(): Converting complex Scalar to non-complex type is not supported")
     if index.dtype != torch.int64:
         raise IndexError("index_fill_(): Expected dtype int64 for index.")
     if index.dim() > 1:
