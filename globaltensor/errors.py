@@ -18,7 +18,7 @@ import traceback
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from types import FrameType
@@ -125,6 +125,21 @@ def warn(text: str, kind: type[Warning] = UserWarning) -> None:
     else:
         warnings.warn_explicit(text, kind, _name_to_show(frame.f_code.co_filename), frame.f_lineno,
                                frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {}))
+
+
+def warnings_at_program(due: bool = True) -> AbstractContextManager[None]:
+    """Inside, what torch warns of is told at the program's line, and not at ours, which calls torch. Only where it is
+    `due`: Python forgets what it has shown before, and takes what other threads warn of at that time for ours."""
+    return _told_at_program() if due else nullcontext()
+
+
+@contextmanager
+def _told_at_program() -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        yield
+    for kind, text in dict.fromkeys((one.category, str(one.message)) for one in heard):
+        warn(text, kind)
 
 
 def call_site() -> int:

@@ -1,6 +1,7 @@
 """Reductions, cumulative ops, softmax, norms and sorts along dims of size 0, of one rank and of several.
 
-Oracle: plain torch, values and gradients. What it refuses is refused.
+Variances of no more elements than their correction divide by nothing, too. Oracle: plain torch, values and gradients.
+What it refuses is refused.
 """
 from __future__ import annotations
 
@@ -61,3 +62,42 @@ def test_along_dims_of_size_0(name):
                     assert len(ours) == len(theirs), what
                     for a, b in zip(ours, theirs):
                         torch.testing.assert_close(a, b, equal_nan=True, msg=what)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_complex_numbers_along_dims_of_size_0(name):
+    """Of which torch takes the extrema where there are none."""
+    for shape, dtype in itertools.product(((0, 3), (3, 0), (2, 0, 3)), (torch.complex64, torch.complex128)):
+        for dim, sbp in itertools.product(range(len(shape)), (S(0), S(len(shape) - 1), B, gt.sbp.partial_sum)):
+            theirs = outcome(OPS[name], torch.zeros(shape, dtype=dtype), dim)
+            ours = outcome(OPS[name], gt.from_full(torch.zeros(shape, dtype=dtype), SEVERAL[0], sbp), dim)
+            what = f"{shape} {dtype} dim {dim} {sbp}: {ours} for {theirs}"
+            assert isinstance(ours, Exception) == isinstance(theirs, Exception), what
+            if not isinstance(theirs, Exception):
+                assert [t.shape for t in ours] == [t.shape for t in theirs], what
+                assert all(torch.equal(a, b) or a.isnan().all() and b.isnan().all() for a, b in zip(ours, theirs)), what
+
+
+REAL = (torch.arange(20.0).view(5, 4), torch.zeros(5, 4), torch.zeros(5, 4) + torch.tensor([0, 0, 1, -1.0]))
+VARIED = [*REAL, *(torch.complex(a, b) for a, b in itertools.product(REAL, repeat=2))]
+
+
+@pytest.mark.parametrize("name", ["var", "std", "var_mean", "std_mean"])
+@pytest.mark.parametrize("dim", [None, 0, 1])
+def test_variances_of_no_more_elements_than_their_correction(name, dim):
+    """Values, and what torch warns of them, at the line of the program."""
+    op, count = getattr(torch, name), {None: 20, 0: 5, 1: 4}[dim]
+    for x, correction, sbp in itertools.product(VARIED, (1, count, count + 3), ((S(0), S(0)), (S(1), B), (B, B))):
+        found = []
+        for t in (x, gt.from_full(x, GRID, sbp)):
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                out = op(t, dim, correction=correction)
+            out = out if isinstance(out, tuple) else [out]
+            told = {(str(one.message), one.filename) for one in heard}
+            found.append([told, *(y.full_tensor() if y.is_global else y for y in out)])
+        theirs, ours = found
+        what = f"{x} correction={correction} {sbp}: {ours} for {theirs}"
+        assert ours[0] == theirs[0], what
+        for a, b in zip(ours[1:], theirs[1:], strict=True):
+            torch.testing.assert_close(a, b, equal_nan=True, msg=what)

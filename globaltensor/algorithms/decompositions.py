@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from globaltensor.algorithms.run import Decomposition, Run, traceable
+from globaltensor.errors import warnings_at_program
 from globaltensor.layouts.global_like import GlobalLike, is_global, spec_of
 from globaltensor.layouts.layout import Layout, layout, spec
 from globaltensor.layouts.placement import placement
@@ -107,20 +108,19 @@ def variance(call: Call, run: Run) -> Any:
     x = call.tensors[0]
     dims, keep = dims_of(call, x.dim()), bool(call.get("keepdim", False))
     correction, n = option(call, "correction", 1), reduced_numel(call)
-    dtype = x.dtype
-    x = cast(run, x, accumulation_dtype(dtype))
+    if n <= correction:                              # torch divides by 0 what it will, and warns
+        with warnings_at_program():
+            return run.plain(call)
+    dtype, x = x.dtype, cast(run, x, accumulation_dtype(x.dtype))
     center = run(aten.mean.dim, x, dims, True)
     deviation = run(aten.sub.Tensor, x, center)
     deviation = run(aten.abs.default, deviation) if dtype.is_complex else deviation
     total = run(aten.sum.dim_IntList, run(aten.mul.Tensor, deviation, deviation), dims, keep)
-    var = run(aten.div.Tensor, total, float(max(n - correction, 0)))
+    var = run(aten.div.Tensor, total, float(n - correction))
     name = call.func._schema.name
-    if "std" in name:
-        var = run(aten.sqrt.default, var)
+    var = run(aten.sqrt.default, var) if "std" in name else var
     var = cast(run, var, dtype.to_real() if dtype.is_complex else dtype)
-    if "mean" not in name:
-        return var
-    return var, cast(run, center if keep else run(aten.squeeze.dims, center, dims), dtype)
+    return (var, cast(run, center if keep else run(aten.squeeze.dims, center, dims), dtype)) if "mean" in name else var
 
 
 @traceable

@@ -25,10 +25,14 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def lowest_value(dtype: torch.dtype) -> float | int:
-    """The value that no other is below."""
-    return -torch.inf if dtype.is_floating_point else 0 if dtype == torch.bool else torch.iinfo(dtype).min
+    """The value that no other is below; of complex numbers, which have none, any."""
+    if dtype.is_floating_point:
+        return -torch.inf
+    return 0 if dtype == torch.bool or dtype.is_complex else torch.iinfo(dtype).min
 
 
 def highest_value(dtype: torch.dtype) -> float | int:
-    """The value that no other is above."""
-    return torch.inf if dtype.is_floating_point else 1 if dtype == torch.bool else torch.iinfo(dtype).max
+    """The value that no other is above; of complex numbers, which have none, any."""
+    if dtype.is_floating_point:
+        return torch.inf
+    return 1 if dtype == torch.bool or dtype.is_complex else torch.iinfo(dtype).max
