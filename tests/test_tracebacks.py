@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import traceback
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,44 @@ def test_what_torch_raises_below_a_function_of_ours_is_folded(name, sbp):
     assert words[:5] == plain_words[:5]
     assert not [file for file in frames(here) if file.startswith(OURS)], frames(here)
     assert "where: " in here.__notes__[0]
+
+
+def pairs(x):
+    return torch.complex(x, x)
+
+
+# what torch's code in C++, or Python's, warns of right below a function of ours
+WARNED = {
+    "copy_": lambda x: torch.zeros_like(x).copy_(pairs(x)), "x[0] = z": lambda x: x.__setitem__(0, pairs(x)[0]),
+    "x[:] = z": lambda x: x.__setitem__(slice(None), pairs(x)), "float()": lambda x: pairs(x).float(),
+    "type": lambda x: pairs(x).type(torch.float32), "grad": lambda x: (x.requires_grad_() * 2).grad,
+    "float": lambda x: float(x.requires_grad_()[0, 0]), "complex": lambda x: complex(x.requires_grad_()[0, 0]),
+    "new_tensor": lambda x: x.new_tensor(x), "T": lambda x: x[0].T, "variance": lambda x: x.var(1, correction=5),
+    "variance of columns": lambda x: x.std(0, correction=9), "backward": lambda x: (
+        x.requires_grad_() * 2).sum().backward(create_graph=True),
+}
+
+
+@pytest.mark.parametrize("sbp", [B, S(0), S(1)], ids=str)
+@pytest.mark.parametrize("name", WARNED)
+def test_what_torch_warns_of_is_told_at_the_programs_line(name, sbp):
+    heard, always = [], torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        for x in (torch.ones(4, 3), ones(4, 3, sbp=sbp)):
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                WARNED[name](x)
+            heard.append({(one.category, str(one.message), one.lineno, os.path.abspath(one.filename)) for one in told})
+    finally:
+        torch.set_warn_always(always)
+    assert heard[0] == heard[1] and len(heard[0]) == 1
+
+
+def test_data_that_is_a_tensor_is_warned_of_at_the_programs_line():
+    with pytest.warns(UserWarning, match="To copy construct") as told:
+        gt.tensor(torch.ones(3), placement=on(), sbp=B)
+    assert os.path.abspath(told[0].filename) == __file__
 
 
 OPS = [op for op in op_db if op.error_inputs_func is not None]

@@ -26,7 +26,7 @@ from typing import Any, Unpack, overload
 import torch
 
 from globaltensor.boxings.redistribute import Move, move_shards
-from globaltensor.errors import ArgumentError, GlobalTensorError, expect, keyword_fix, where
+from globaltensor.errors import ArgumentError, GlobalTensorError, expect, keyword_fix, warnings_at_program, where
 from globaltensor.layouts.layout import Layout, Shape, spec
 from globaltensor.layouts.regions import Region
 from globaltensor.runtime import lineage, philox
@@ -234,7 +234,7 @@ def _from_plain(name: str, *names: str) -> Any:
             return make(*args, dtype=dtype, requires_grad=requires_grad, **extra)
         data = next(iter(args), extra.get("data"))
         made_on = data.device if isinstance(data, torch.Tensor) else "cpu"   # placement= says where
-        with with_line():
+        with with_line(), warnings_at_program(name == "tensor" and isinstance(data, torch.Tensor)):
             whole = make(*args, dtype=dtype, device=made_on, **extra)
         return _with_grad(from_full(whole, placement, sbp), requires_grad)
 

@@ -17,7 +17,7 @@ from globaltensor.algorithms.aliasing import BoxedView, Origin, note_write, take
 from globaltensor.algorithms.completed import Completed
 from globaltensor.boxings.redistribute import ArrivingShards
 from globaltensor.dispatch.core import arrive, remake, traced_operand
-from globaltensor.errors import GlobalTensorError
+from globaltensor.errors import GlobalTensorError, warnings_at_program
 from globaltensor.layouts.layout import Shape, Shards, Spec, spec
 from globaltensor.layouts.placement import placement, placement as Placement
 from globaltensor.layouts.sbp import NdSbp, SbpLike
@@ -268,7 +268,8 @@ class GlobalTensor(TorchMethods):
         if isinstance(src, GlobalTensor) and src.placement != self.placement:
             dst = self.spec.layout.without_partials
             src = to_layout(src, dst if src.shape == self.shape else dst.replicated)
-        super().copy_(src, non_blocking)
+        with warnings_at_program(value_reads.loses_part(self, src)):
+            super().copy_(src, non_blocking)
         if self.origin is None and not (self.traced or self.is_inference()):
             torch.autograd.graph.increment_version(self.shards.values())     # a graph may have saved them
         return self
@@ -276,7 +277,7 @@ class GlobalTensor(TorchMethods):
     def new_tensor(self, data: Any, *, dtype: torch.dtype | None = None,  # type: ignore[override]  # options by name
                    **options: Any) -> torch.Tensor:
         """A plain tensor of this data, with this tensor's dtype and device."""
-        return torch.tensor(data, dtype=dtype or self.dtype, **{"device": self.device, **options})
+        return value_reads.new_plain(self, data, {"dtype": dtype, **options})
 
     def new(self, *args: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]  # global, or plain
         """Of sizes a global tensor, as `new_empty`; of data a plain one, with this tensor's dtype and device."""
@@ -348,8 +349,7 @@ class GlobalTensor(TorchMethods):
 
     @api_boundary
     def __reduce_ex__(self, protocol: Any) -> Any:
-        view = copying.saved_view(self)
-        if view is not None:
+        if (view := copying.saved_view(self)) is not None:
             return view
         own = self.spec                              # as plain values, which `torch.load(weights_only=True)` reads
         return _rebuild, (self.placement, [str(s) for s in self.sbp], copying.saved_shards(self), own.shape,

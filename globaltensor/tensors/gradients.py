@@ -29,7 +29,7 @@ import torch
 from globaltensor.boxings import native
 from globaltensor.boxings.redistribute import BegunBoxing, Move, finish_boxings, link_seconds, redistribute
 from globaltensor.boxings.watch import watched
-from globaltensor.errors import BoxingError
+from globaltensor.errors import BoxingError, warnings_at_program
 from globaltensor.layouts.layout import Layout
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.this_thread import this_thread
@@ -94,7 +94,12 @@ def read_grad(leaf: Any) -> Any:
     noted = getattr(leaf, ATTRIBUTE, _NOTHING_NOTED)               # optimizers read all gradients some three times
     if pending and not (noted.part is None and compiling()):
         reduce_pending(beside=leaf if noted.whole is None else noted.whole)
-    return raw_grad(leaf) if noted.part is None else _handed_over(noted.whole, noted.part)
+    if noted.part is not None:
+        return _handed_over(noted.whole, noted.part)
+    if noted is not _NOTHING_NOTED or leaf.is_leaf or compiling():
+        return raw_grad(leaf)                                      # the first of these is true of most, and quick
+    with warnings_at_program(not leaf.retains_grad):               # that it has none
+        return raw_grad(leaf)
 
 
 @torch_boundary

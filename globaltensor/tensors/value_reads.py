@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from globaltensor.errors import GlobalTensorError, where
+from globaltensor.errors import GlobalTensorError, warnings_at_program, where
 from globaltensor.layouts.global_like import is_global
 from globaltensor.runtime.memory import require
 from globaltensor.runtime.torch_internals import (
     OWN_KEYS,
     ExcludeDispatchKeys,
     OpOverload,
+    compiling,
     is_of_a_trace,
     reaching_subclasses,
 )
@@ -35,7 +36,19 @@ def assign(x: Any, index: Any, value: Any) -> None:
     """x[index] = value, as torch does it; but of a value without memory it would look at the sizes."""
     if isinstance(value, torch.Tensor) and not is_global(value) and not is_of_a_trace(value):
         require(value, "the value of an assignment x[...] = t")
-    torch.Tensor.__setitem__(x, index, value)
+    with warnings_at_program(loses_part(x, value)):
+        torch.Tensor.__setitem__(x, index, value)
+
+
+def loses_part(x: torch.Tensor, value: Any) -> bool:
+    """Does torch warn, where this is written to x, that the imaginary part is lost?"""
+    return isinstance(value, torch.Tensor) and value.is_complex() and not (x.is_complex() or compiling())
+
+
+def new_plain(x: torch.Tensor, data: Any, options: dict[str, Any]) -> torch.Tensor:
+    """A plain tensor of this data. torch warns of data that is a tensor."""
+    with warnings_at_program(isinstance(data, torch.Tensor) and not compiling()):
+        return torch.empty(0, dtype=x.dtype, device=x.device).new_tensor(data, **options)
 
 
 def one_hot(x: Any, num_classes: int = -1) -> torch.Tensor:
@@ -74,6 +87,17 @@ def fill_diagonal(x: torch.Tensor, value: Any, wrap: bool = False) -> torch.Tens
     return x
 
 
+_WARNS, _told = ("__float__", "__complex__"), set[str]()
+
+
+def _warns_of_gradient(x: torch.Tensor) -> bool:
+    """Does torch warn that a gradient ends there? It does once, unless it is to do so always."""
+    if not x.requires_grad or compiling() or _told and not torch.is_warn_always_enabled():
+        return False
+    _told.add("gradient")
+    return True
+
+
 def _read_within(name: str) -> Callable[[torch.Tensor], Any]:
     """One of torch's conversions to a Python number, also where torch itself asks for it: `torch.tensor([x, y])`."""
     own: Callable[[torch.Tensor], Any] = getattr(torch.Tensor, name)
@@ -81,7 +105,7 @@ def _read_within(name: str) -> Callable[[torch.Tensor], Any]:
     @wraps(own)
     def number(x: torch.Tensor) -> Any:
         try:
-            with reaching_subclasses():
+            with reaching_subclasses(), warnings_at_program(name in _WARNS and _warns_of_gradient(x)):
                 return own(x)
         except (RuntimeError, TypeError, ValueError) as error:       # of several elements, mostly
             if not isinstance(error, GlobalTensorError):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from globaltensor.errors import GlobalTensorError
+from globaltensor.errors import GlobalTensorError, warnings_at_program
 from globaltensor.runtime.torch_internals import compiling
 from globaltensor.tracebacks import api_boundary, torch_boundary
 
@@ -59,7 +59,8 @@ class TorchMethods(TensorMethods):
     def type(self, *args: Any, **kwargs: Any) -> Any:          # for ZeroRedundancyOptimizer
         if not compiling():
             _refuse_for(sys._getframe(2).f_back)     # torch.typename lies between, and the boundary
-        return super().type(*args, **kwargs)
+        with warnings_at_program(self.is_complex() and not compiling()):         # that the imaginary part is lost
+            return super().type(*args, **kwargs)
 
     @torch_boundary
     def view_as(self, other: torch.Tensor) -> Any:   # for DTensor.from_local
