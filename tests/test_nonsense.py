@@ -17,6 +17,7 @@ from torch import nn
 
 import globaltensor as gt
 from globaltensor.cli import main
+from globaltensor.cli.completion import words_by_command
 from globaltensor.runtime.launchers import check_own_variables, check_variables
 
 S, B, P = gt.sbp.split, gt.sbp.broadcast, gt.sbp.partial_sum
@@ -490,7 +491,7 @@ _TWO_HOSTS = ["run", "--nnodes", "2", "--rdzv-endpoint"]
 CLI |= {
     "an option of no command": (["--nonsense"], "command"),
     "ranks that are not a number": (["run", "-n", "nan", __file__], "'nan' is not a whole number of at least 1"),
-    "ranks of nothing": (["run", "-n", "", __file__], "'' is not a whole number of at least 1"),
+    "ranks of nothing": (["run", "-n", "", __file__], "-n/--nproc-per-node: it is empty"),
     "a misspelt option of run": (["run", "--max-restart", "3", __file__], "did you mean --max-restarts|argument"),
     "fewer than no seconds of grace": (["run", "--grace", "-1", __file__], "'-1' is not a whole number of at least 1"),
     "restarts without end": (["run", "--max-restarts", "inf", __file__], "'inf' is not a whole number of at least 0"),
@@ -505,13 +506,13 @@ CLI |= {
     "a port beyond the last": ([*_TWO_HOSTS, "host:99999", __file__], "a port is 1 to 65535"),
     "a port of nothing": ([*_TWO_HOSTS, "host:0", __file__], "a port is 1 to 65535"),
     "a module that is not there": (["run", "-m", "no.such.module"], "there is no module"),
-    "a program of no name": (["run", ""], "is a folder"),
+    "a program of no name": (["run", ""], "program: it is empty"),
     "a program in a file": (["run", "/dev/null/x.py"], "there is no program"),
     "a backend of torchrun's": (["run", "--rdzv-backend", "etcd", __file__], "choose from c10d, static"),
     "a flag that does nothing here": (["run", "--log-dir", "x", __file__], "does nothing here"),
     "bytes of two kinds": (["memory", "--params", "7e9", "--bytes", "1,2"], "three numbers of bytes"),
     "a misspelt option of memory": (["memory", "--parms", "7e9"], "did you mean --params"),
-    "parameters and a model": (["memory", *_GPT, "--params", "7e9"], "how large is the model"),
+    "parameters and a model": (["memory", *_GPT, "--params", "7e9"], "both --params and --model"),
     "a model that nobody knows": (["memory", "--model", "bert"], "there is no 'bert'"),
     "one word too many": (["memory", "--params", "7e9", "extra"], "there is no argument extra"),
     "five times": ([*_TIMES, "1,1,1,1,1"], "TF,TB,TW,Tcomm"),
@@ -542,6 +543,21 @@ CLI |= {
     "calibrated by nothing": (["calibrate"], "calibrate"),
     "calibrated by a folder": (["calibrate", str(TMP)], str(TMP)),
     "a scheduler with a typo": (["recipe", "slrum", "x.py"], "did you mean 'slurm'"),
+    "negative times, as they are typed": ([*_TIMES, "-1,1,1,0"], "'-1' is not a time"),
+    "negative bytes": (["memory", "--params", "7e9", "--bytes", "-1,2,3"], "'-1,2,3' is not three numbers"),
+    "a fraction below zero": ([*_TIMES, "1,1,1,0", "--weight-share", "-.5"], "from 0 to 1"),
+    "more ranks than have a number": (["run", "-n", "9" * 20, __file__], "is too large: it has 20 digits"),
+    "more restarts than have a number": (["run", "--max-restarts", "9" * 99, __file__], "too large: it has 99 digits"),
+    "stages without a layer": (["memory", *_GPT, "--pp", "3"], "at least one layer\n  try: --pp 2"),
+    "more heads than there are, by far": (["memory", *_GPT, "--tp", "9" * 15], "try: --tp 2"),
+    "a million stages": (["simulate", "--schedule", "1f1b", "--stages", "1000000", "--micro-batches", "8", "--times",
+                          "1,1,1,0"], "8,000,000 forward passes are too many"),
+    "a million chunks": (["simulate", "--schedule", "interleaved", "--stages", "2", "--micro-batches", "8", "--chunks",
+                          "1000000", "--times", "1,1,1,0"], "forward passes are too many"),
+    "a million micro-batches of a model": (["simulate", *_GPT, "--global-batch", "9" * 9], "passes are too many"),
+    "a million layers": (["plan", "--model", "gpt", "--layers", "1000000"], "is too large: at most 100,000"),
+    "more ranks than measure": (["calibrate", "--here", "--ranks", "100000"], "would measure for longer"),
+    "a project that a shell would take for two": (["new", "a b/\u00fc"], "try: globaltensor new 'a b/my_project'\n"),
     "no hosts": (["recipe", "slurm", "--nodes", "0", "x.py"], "'0' is not a whole number of at least 1"),
 }
 
@@ -557,6 +573,39 @@ def test_a_command_line_of_nonsense_is_refused_in_few_lines(capsys, name):
     assert code == 2 and not out and re.search(text, err), f"{code}: {out}{err}"
     assert "Traceback" not in err and len(err.splitlines()) < 30, err
     assert re.search("try: |did you mean|choose from", err), err
+
+
+_NEEDED = {"new": ["x"], "run": ["x"], "report": ["x"], "recipe": ["slurm", "x"], "completion": ["bash"]}
+
+
+@pytest.mark.parametrize("command, words", [
+    *((name, [flag, "", *_NEEDED.get(name, [])]) for name, (_, words) in words_by_command().items() if name
+      for flag in [word.text for word in words if word.takes_value]),
+    *((name, [*needed[:-1], ""]) for name, needed in _NEEDED.items()), ("calibrate", [""])])
+def test_an_empty_word_is_none(capsys, command, words):
+    """As of a shell variable that is not set."""
+    with pytest.raises(SystemExit) as ended:
+        main([command, *words])
+    assert ended.value.code == 2
+    assert "it is empty" in capsys.readouterr().err
+
+
+_COLUMNS = "gpus,global_batch,micro_batch,hidden,heads,layers,seq,vocab,tp,dp,pp,zero,recompute,measured_ms"
+_ROW = "1,8,1,64,4,2,64,256,1,1,1,0,none,20"
+
+
+@pytest.mark.parametrize("lines, text", [
+    ([_COLUMNS], "has no plans"), ([_COLUMNS, ""], "has no plans"), ([], "has no column 'gpus'"),
+    ([_COLUMNS, _ROW + ",7"], "line 2: 15 values in 14 columns\n  why: nothing names '7'"),
+    ([_COLUMNS, _ROW, _ROW + ",,"], "line 3: 16 values in 14 columns"),
+    ([_COLUMNS + ",tp", _ROW + ",2"], "two columns 'tp'")])
+@pytest.mark.parametrize("words", [["plan", "--evaluate"], ["calibrate"]])
+def test_a_table_of_plans_has_a_value_for_each_column(capsys, tmp_path, words, lines, text):
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join(lines))
+    assert main([*words, str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert not out and text in err and "try: " in err, err
 
 
 @pytest.mark.parametrize("variable, value", [("GLOBALTENSOR_RANKS", "many"), ("GLOBALTENSOR_RANKS", "0"),

@@ -43,6 +43,7 @@ from globaltensor.simulator.cluster import Cluster, as_json, cluster
 from globaltensor.simulator.evaluation import evaluate, read_rows
 
 _LIMIT = 300                                         # seconds after which measuring is given up
+_RANKS_OF_A_CORE = 8                                 # of more, each waits for the others most of the time
 
 
 def command(chosen: argparse.Namespace) -> int:
@@ -54,6 +55,9 @@ def command(chosen: argparse.Namespace) -> int:
     if unused:
         raise Problem(f"--{unused[0]} does nothing {'with' if chosen.here else 'without'} --here\n"
                       f"  try: without --{unused[0]}")
+    if (chosen.ranks or 1) > _RANKS_OF_A_CORE * cores():
+        raise Problem(f"--ranks {chosen.ranks} on {cores()} cores would measure for longer than {_LIMIT} seconds\n"
+                      f"  try: --ranks {cores()}")
     try:
         of, summary = _measured_here(chosen) if chosen.here else _fitted_to_rows(chosen)
     except GlobalTensorError as error:
@@ -68,7 +72,7 @@ def command(chosen: argparse.Namespace) -> int:
 
 def _fitted_to_rows(chosen: argparse.Namespace) -> tuple[Cluster, str]:
     start, rows = cluster(chosen.cluster or "dgx-a100"), read_rows(chosen.rows)
-    fitted = calibrate(rows, start, chosen.name)
+    fitted = calibrate(rows, start, chosen.name or "")
     agreements = [quality(rows, [evaluate(row, one).step_time for row in rows]) for one in (start, fitted)]
     return fitted, "\n".join(f"{when}: {agreement_text(one)}" for when, one in zip(("before", "now"), agreements))
 

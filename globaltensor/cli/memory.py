@@ -49,7 +49,8 @@ def problem(error: GlobalTensorError, source: str = "") -> Problem:
 def command(chosen: argparse.Namespace) -> int:
     """Print what a rank keeps."""
     if (chosen.params is None) == (chosen.model is None):
-        raise Problem("how large is the model?\n  try: --params 7.5e9, or --model gpt --layers ...")
+        raise Problem(f"{'how large is the model' if chosen.params is None else 'both --params and --model'}?\n"
+                      "  try: --params 7.5e9, or --model gpt --layers ...")
     try:
         summary = estimate(chosen)
     except GlobalTensorError as error:
@@ -71,6 +72,7 @@ def estimate(chosen: argparse.Namespace) -> dict[str, Any]:
     total = states.total
     if gpt:
         gpt.check_tensor_parallel(chosen.tp)
+        gpt.check_stages(chosen.pp)
         layer = gpt.activations_per_layer(chosen.micro_batch, chosen.tp, chosen.sp, chosen.recompute)
         summary |= {"activations_per_layer": number(layer), "activations": number(layer * gpt.layers),
                   "activations_gb": float(layer * gpt.layers / 10 ** 9)}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -105,7 +106,8 @@ def command(chosen: argparse.Namespace) -> int:
     if chosen.json:
         print(json.dumps({"folder": str(folder), "files": list(FILES)}, indent=2))
         return 0
-    steps = (f"cd {folder}", "python train.py", "globaltensor run -n 4 train.py", "python test_train.py")
+    steps = (f"cd {shlex.quote(str(folder))}", "python train.py", "globaltensor run -n 4 train.py",
+             "python test_train.py")
     print("\n  ".join([f"Wrote {', '.join(FILES)}. Now type:\n", *steps]))
     return 0
 
@@ -124,4 +126,4 @@ def check_name(folder: Path) -> str:
 
 
 def _suggestion(folder: Path, name: str) -> str:
-    return f"globaltensor new {folder.parent / name if folder.name not in ('', '..') else name}"
+    return f"globaltensor new {shlex.quote(str(folder.parent / name if folder.name not in ('', '..') else name))}"

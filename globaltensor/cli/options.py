@@ -15,6 +15,7 @@ from typing import Any
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 RECOMPUTED = ("none", "selective", "full")
 CLUSTERS = "dgx-a100, dgx-h100, or a JSON file (default dgx-a100)"
+_MOST_DIGITS = 15                                    # of any size: products of several are still exact
 SHELLS = ("bash", "zsh", "fish")
 
 _PLAIN = "torchrun, which runs the same program"
@@ -38,15 +39,27 @@ _REFUSED = {
 
 def positive(text: str) -> int:
     """A whole number from 1 on."""
-    if not text.isdecimal() or len(text) > 15 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+    return _number_of_at_least(text, 1)
+
+
+def at_most_100_000(text: str) -> int:
+    """A whole number from 1 on, of what is gone through one by one: more would take minutes."""
+    number = positive(text)
+    if number > 100_000:
+        raise argparse.ArgumentTypeError(f"{text} is too large: at most 100,000")
+    return number
 
 
 def natural(text: str) -> int:
     """A whole number from 0 on."""
-    if not text.isdecimal() or len(text) > 15:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return _number_of_at_least(text, 0)
+
+
+def _number_of_at_least(text: str, least: int) -> int:
+    if not text.isdecimal() or len(text) <= _MOST_DIGITS and int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    if len(text) > _MOST_DIGITS:
+        raise argparse.ArgumentTypeError(f"{text:.40} is too large: it has {len(text)} digits")
     return int(text)
 
 
@@ -135,9 +148,10 @@ def add_flag(to: Any, *names: str, **how: Any) -> None:
 def add_model_sizes(to: Any) -> None:
     """Add the options that describe a model."""
     to.add_argument("--model", choices=["gpt"], help="a model, described by its sizes")
-    for name, what in (("layers", "number of layers"), ("hidden", "hidden size"), ("heads", "attention heads"),
-                       ("seq", "sequence length, in tokens")):
-        to.add_argument(f"--{name}", type=positive, metavar="N", help=what)
+    for name, of, what in (("layers", at_most_100_000, "number of layers"), ("hidden", positive, "hidden size"),
+                           ("heads", at_most_100_000, "attention heads"),
+                           ("seq", positive, "sequence length, in tokens")):
+        to.add_argument(f"--{name}", type=of, metavar="N", help=what)
     to.add_argument("--vocab", type=positive, metavar="N", help="vocabulary size (default 51200)")
     to.add_argument("--flash", action="store_true", help="use flash attention, which keeps no seq x seq matrix")
 
@@ -273,7 +287,8 @@ def simulate_options(of: argparse.ArgumentParser) -> None:
     times.add_argument("--stages", type=positive, metavar="P", help="ranks of the pipeline")
     times.add_argument("--micro-batches", type=positive, metavar="M", help="micro-batches per step")
     times.add_argument("--times", metavar="TF,TB,TW,TCOMM",
-                       help="four numbers or fractions, such as 18.522 or 1/3; TB does not include TW")
+                       help="numbers or fractions, such as 18.522 or 1/3; TB does not include TW, and TCOMM is 0 "
+                       "where there are three")
     times.add_argument("--weight-share", default="1", metavar="SHARE", help="the share of the activations that must be "
                        "kept from the input gradient to the weight gradient (default 1)")
     own = of.add_argument_group("with a model")
@@ -352,7 +367,7 @@ def calibrate_options(of: argparse.ArgumentParser) -> None:
     of.add_argument("--ranks", type=positive, metavar="N", help="with --here: how many ranks measure, each a process "
                     "(default: one per core)")
     of.add_argument("--cluster", metavar="NAME", help=f"with FILE: where to start from: {CLUSTERS}")
-    of.add_argument("--name", default="", help="a name for the result (default: that of --cluster, or here)")
+    of.add_argument("--name", help="a name for the result (default: that of --cluster, or here)")
     add_json(of, "print the cluster alone, and no summary to stderr")
 
 

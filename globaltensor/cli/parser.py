@@ -10,6 +10,7 @@ import difflib
 import itertools
 import re
 import shutil
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,6 +49,10 @@ def version() -> str:
 class Parser(argparse.ArgumentParser):
     """A parser that suggests what was meant."""
 
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self._negative_number_matcher = re.compile(r"-\.?\d")         # also of several: --times -1,1,1,0
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._typed = list(args or ())
         chosen, unknown = super().parse_known_args(args, namespace)
@@ -73,6 +78,19 @@ class Parser(argparse.ArgumentParser):
         message = re.sub(r"(required: .*), argument$", r"\1", message)      # a program may have none of its own
         hinted = any(hint in message for hint in ("try: ", "did you mean", "choose from"))
         super().error(message if hinted else f"{message}\n  try: {self.prog} --help")
+
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        # as of a shell variable that is not set; a program has its own arguments
+        if not text and action.nargs not in (argparse.REMAINDER, argparse.PARSER):
+            wanted = action.metavar if action.option_strings else None
+            raise argparse.ArgumentError(action, "it is empty" + (
+                f"\n  try: {action.option_strings[0]} {wanted}" if wanted else ""))
+        return super()._get_value(action, text)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if file is not sys.stdout:
+            return super()._print_message(message, file)
+        file.write(message)                          # argparse keeps silent about help that could not be written
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

@@ -47,6 +47,7 @@ from globaltensor.simulator.groups import read_cluster
 from globaltensor.simulator.report import simulation_report
 from globaltensor.simulator.training import SimulatedStep, TrainingPlan
 
+_TO_SIMULATE = 4_000_000                             # forward passes: some ten seconds for each million
 _TO_SHOW = 300_000                                    # more actions than this make no picture
 _ON_A_PAGE = 20_000_000                               # more than this no browser can hold
 
@@ -92,11 +93,21 @@ def _with_times(chosen: argparse.Namespace, own: Schedule | None,
     for name in ("schedule",) if own else ("schedule", "stages", "micro_batches"):
         if getattr(chosen, name) is None:
             raise Problem(f"which --{name.replace('_', '-')}?\n  try: --schedule 1f1b --stages 4 --micro-batches 8")
+    if own is None:
+        _check_actions(chosen.stages, chosen.chunks, chosen.micro_batches)
     schedule = own or generate(chosen.schedule, chosen.stages, chosen.micro_batches, chosen.chunks)
     run = simulate(schedule, Costs.exact(chosen.times.split(","), schedule.stages, schedule.chunks), record)
     peaks = peak_activations(schedule, _share(chosen.weight_share))
     return run, None, _facts(run) | {"step_time": number(run.makespan),
                                      "peak_activations": [number(peak) for peak in peaks], "links": _links(schedule)}
+
+
+def _check_actions(ranks: int, chunks: int | None, micro_batches: int) -> None:
+    """Raise Problem where a simulation would take minutes."""
+    forwards = ranks * (chunks or 1) * micro_batches
+    if forwards > _TO_SIMULATE:
+        raise Problem(f"{forwards:,} forward passes are too many to simulate: at most {_TO_SIMULATE:,}\n"
+                      "  try: fewer stages or micro-batches")
 
 
 def _share(text: str) -> Fraction:
@@ -116,6 +127,8 @@ def _with_model(chosen: argparse.Namespace, own: Schedule | None,
         raise Problem(f"which --global-batch?\n  try: --global-batch {chosen.dp * chosen.pp * 4 * chosen.micro_batch}")
     plan = TrainingPlan(chosen.micro_batch, chosen.global_batch, chosen.dp, chosen.tp, chosen.pp,
                         chosen.schedule or "1f1b", chosen.chunks, chosen.zero, chosen.recompute, chosen.sp)
+    if own is None:
+        _check_actions(plan.pp, plan.chunks, plan.micro_batches)
     machines = read_cluster(chosen.cluster)
     step = simulate_on(gpt, plan, machines, record, own)
     memory, rooms = [a + b for a, b in zip(step.states, step.activations)], rooms_of_ranks(machines, plan)

@@ -67,14 +67,24 @@ def read_rows(file: str) -> list[PlanRow]:
                        "a CSV file with a line of names") from None
     table = csv.DictReader(lines)
     table.fieldnames = [name.strip() for name in table.fieldnames or ()]
+    twice = [name for name in table.fieldnames if table.fieldnames.count(name) > 1]
+    if twice:
+        raise RowError(f"{file} has two columns {twice[0]!r}", "each is one size of a plan", "each name once")
     missing = [name for name in (*_NUMBERS, "recompute") if name not in (table.fieldnames or ())]
     if missing:
         raise RowError(f"{file} has no column {missing[0]!r}", f"its first line is {lines[0] if lines else ''!r:.200}",
                        ",".join((*_NUMBERS, "recompute", "measured_ms")))
-    return [_plan_row(fields, f"{file}, line {table.line_num}") for fields in table]
+    rows = [_plan_row(fields, f"{file}, line {table.line_num}") for fields in table]
+    if not rows:
+        raise RowError(f"{file} has no plans", "it has a line of names alone", "a line for each plan")
+    return rows
 
 
 def _plan_row(fields: dict[str, str | None], where: str) -> PlanRow:
+    surplus = fields.get(None)                       # type: ignore[call-overload]  # where csv keeps it
+    if surplus:
+        raise RowError(f"{where}: {len(fields) - 1 + len(surplus)} values in {len(fields) - 1} columns",
+                       f"nothing names {surplus[0]!r}", "a value for each column, in its order")
     sizes = {name: _whole(fields, name, where) for name in _NUMBERS}
     chosen = {name: (fields.get(name) or default).strip() for name, default in
               (("recompute", ""), ("attention", "flash"), ("schedule", "1f1b"), ("sp", "0"))}

@@ -47,9 +47,15 @@ class GPT:
     def check_tensor_parallel(self, tensor: int) -> None:
         """Raise ShapeError where the heads are not so many ranks' worth."""
         if self.heads % tensor:
-            most = max(n for n in range(1, tensor) if self.heads % n == 0)
+            most = max(n for n in range(1, min(tensor, self.heads + 1)) if self.heads % n == 0)
             raise ShapeError(f"tp {tensor} with {self.heads} heads", "heads are dealt out whole, as many to each rank",
                              f"--tp {most}")
+
+    def check_stages(self, pipeline: int) -> None:
+        """Raise ShapeError where so many ranks of a pipeline have not a layer each."""
+        if self.layers < pipeline:
+            raise ShapeError(f"pp {pipeline} with {self.layers} layers", "a stage has at least one layer",
+                             f"--pp {self.layers}")
 
     @property
     def parameters_per_layer(self) -> int:
