@@ -82,11 +82,13 @@ def _name_to_show(file: str) -> str:
     return file
 
 
-def raised_at(error: BaseException) -> str:
+def raised_at(error: BaseException, default: str = "") -> str:
     """`file:line` of the program, where an error that has been raised comes from; where no step of it is the program's,
-    the call that led to them."""
+    `default`, or the call that led to them."""
     steps = list(traceback.walk_tb(error.__traceback__))
     own = [(frame, line) for frame, line in steps if not frame.f_code.co_filename.startswith(_SKIP)]
+    if not own and default:
+        return default
     called = _call_of_program(steps[0][0]) if steps else None
     if not own and called is not None:
         own = [(called, called.f_lineno)]

@@ -70,6 +70,8 @@ def said(capsys, tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(textwrap.dedent(PROGRAM))
     (tmp_path / "exits.py").write_text("import sys\n\nsys.exit(3)\n")
     (tmp_path / "broken.py").write_text("x = (\n")
+    (tmp_path / "bytes.py").write_bytes(b"x = 0\0")
+    (tmp_path / "latin.py").write_bytes(b"x = '\xfc'\n")
 
     def said(words: str):
         try:
@@ -132,6 +134,9 @@ def test_a_loss_takes_targets_where_there_are_some(said):
     ("exits.py:build", "where: exits.py:3\n  why: SystemExit: 3"), ("broken.py:build", "broken.py:1"),
     ("train.py:raises", "where: train.py:28\n  why: ValueError: no data"),
     ("train.py:needs", "missing 1 required positional argument"),
+    ("train.py:needs", "where: train.py:30\n"), ("train.py:Residual", "where: train.py\n  why: TypeError: "),
+    ("bytes.py:build", "where: bytes.py\n  why: SyntaxError: "),
+    ("latin.py:build", "latin.py:1\n  why: SyntaxError: (unicode error)"),
     ("train.py:looks", "where: train.py:18"), ("train.py:forgets", "try: inputs, targets and a loss that fit"),
     ("train.py:one", "returns a Linear"), ("train.py:two", "returns 2 values"),
     ("train.py:no_module", "returns an int first"), ("train.py:no_loss", "returns an int third"),

@@ -54,8 +54,9 @@ def load_program(text: str) -> LoadedProgram:
             near = difflib.get_close_matches(name, own, 1) or own[:1]
             raise Problem(f"{file} has no function {name!r}\n  why: {_list_text(own)}\n  try: " + (
                 f"--program {file}:{near[0]}" if near else f"def {name}(): ... {_RETURN}"))
+        code = getattr(function, "__code__", None)   # of what is not called, as it needs arguments, this is the line
         with _problems_at(path, f"{name}() of {file} raises", f"a function that needs no arguments and ends with: "
-                          f"{_RETURN}"):
+                          f"{_RETURN}", f"{file}:{code.co_firstlineno}" if code else file):
             value = function()
     return _checked_program(value, f"{name}() of {file}")
 
@@ -72,17 +73,18 @@ def _imported(path: Path) -> ModuleType:
 
 
 @contextlib.contextmanager
-def _problems_at(path: Path, what: str, fix: str) -> Iterator[None]:
-    """Whatever the program raises, with its line."""
+def _problems_at(path: Path, what: str, fix: str, default: str = "") -> Iterator[None]:
+    """Whatever the program raises, with its line; with `default` or its file where no line of it has run."""
     try:
         yield
     except SyntaxError as error:
-        raise Problem(f"{what}\n  where: {error.filename}:{error.lineno}\n  why: SyntaxError: {error.msg}\n"
+        line = f":{error.lineno}" if error.lineno else ""            # none of bytes that are no text
+        raise Problem(f"{what}\n  where: {error.filename or path}{line}\n  why: SyntaxError: {error.msg}\n"
                       f"  try: python {path}") from None
     except (Exception, SystemExit) as error:
         message = in_short((message_of(error).splitlines() or [""])[0])
-        raise Problem(f"{what}\n  where: {raised_at(error)}\n  why: {type(error).__name__}: {message}\n"
-                      f"  try: {fix}") from None
+        place = raised_at(error, default or str(path))
+        raise Problem(f"{what}\n  where: {place}\n  why: {type(error).__name__}: {message}\n  try: {fix}") from None
 
 
 def _checked_program(value: Any, what: str) -> LoadedProgram:
