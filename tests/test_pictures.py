@@ -131,10 +131,11 @@ def test_a_strategy_is_lines_and_a_table():
     assert str(strategy).splitlines() == [line, "stage  layers        ranks  axes         zero  recompute  memory",
                                           "0      a to <b> (2)  0 1    dp 2 x tp 1  1     none"]
     assert f">{line}</div>" in html and "a to &lt;b&gt; (2)" in html and html.count("<tr>") == 2
-    lacking = gt.Strategy({"feasible": False, "needs": 9e9, "device": 8e9, "smallest_change": {"devices": "16"}})
+    lacking = gt.Strategy({"feasible": False, "needs": 9e9, "device": 8e9,
+                           "smallest_change": {"devices": "16", "micro_batch": 2}})
     assert str(lacking).splitlines() == ["nothing fits: the least that a device needs is 9 GB, it has 8 GB",
-                                         "  or devices: 16"]
-    assert lacking._repr_html_().count("<div") == 2 and "<tr>" not in lacking._repr_html_()
+                                         "  try devices: 16", "  or micro batch: 2"]
+    assert lacking._repr_html_().count("<div") == 3 and "<tr>" not in lacking._repr_html_()
 
 
 # ---------------------------------------------------------------------------------------------------------- boxings

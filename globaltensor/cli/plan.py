@@ -150,7 +150,7 @@ def _strategy_report(of: Strategy) -> str:
               for one in of.get("runners_up", [])]
     columns = terminal_columns()
     why = ["", explanation_text(of["explanation"], of["step_time"])] if "explanation" in of else []
-    summary = re.sub(r"(?m)^  or ([a-z ]+): ", lambda m: f"  or --{m[1].replace(' ', '-')} ", str(of))
+    summary = re.sub(r"(?m)^  (try|or) ([a-z ]+): ", lambda m: f"  {m[1]} --{m[2].replace(' ', '-')} ", str(of))
     return "\n".join([summary, "", *aligned(rows, right={2, 3}, columns=columns),
                       *(["", "next best", *aligned(others, right={1, 2}, columns=columns)] if others else []), *why, "",
                       f"{of['candidates']:,} plans were weighed in {seconds_text(of['search_seconds'])}"])

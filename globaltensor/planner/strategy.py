@@ -133,8 +133,9 @@ def strategy_text(of: Mapping[str, Any]) -> str:
 def strategy_lines(of: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]:
     """What is told of the whole plan, in lines, and of each stage, in a row."""
     if not of["feasible"]:
-        changes = [f"  or {name.replace('_', ' ')}: {at_least_text(change) if name == 'memory' else change}"
-                   for name, change in of["smallest_change"].items()]
+        changes = [f"  {'or' if k else 'try'} {name.replace('_', ' ')}: "
+                   f"{at_least_text(change) if name == 'memory' else change}"
+                   for k, (name, change) in enumerate(of["smallest_change"].items())]
         return [f"nothing fits: the least that a device needs is {bytes_text(of['needs'])}, it has "
                 f"{bytes_text(of['device'])}", *changes], []
     rows: list[tuple[str, ...]] = []
