@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import globaltensor
 from globaltensor.cli import bench, info, launch, main, ps, run
 from globaltensor.cli.agent import RestartingAgent
 from globaltensor.cli.options import run_options
+from globaltensor.cli.rendezvous import Rendezvous
 from globaltensor.cli.torchrun import translate
 from globaltensor.runtime.host_processes import RUNS, STOPPED
 
@@ -220,6 +222,18 @@ def test_where_nothing_may_be_written_it_is_said_what_to_type(environ, monkeypat
         FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")))
     code, _, err = said(capsys, "run", __file__)
     assert code == 1 and "No usable temporary directory" in err and "TMPDIR=FOLDER" in err
+
+
+def test_a_host_whose_name_has_no_address_is_said_at_once(monkeypatch, capsys):
+    """And waited for: a pod's name is known once the pod is."""
+    def unknown(*_):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", unknown)
+    with pytest.raises(TimeoutError):
+        Rendezvous("host0:29400", "job", 2, 2, rank=1, timeout=0.3).next_rendezvous()
+    assert capsys.readouterr().err == ("globaltensor: no address of 'host0' is known yet (Name or service not known); "
+                                       "if the name is wrong, Ctrl-C ends this\n")
 
 
 def test_hosts_do_not_talk_over_loopback(environ):

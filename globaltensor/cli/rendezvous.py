@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -99,11 +100,16 @@ class Rendezvous(RendezvousHandler):
             if self.hosts == 1:
                 self._check_own_address(port)
             return connect_store(self.host, port, self.timeout, is_master=True, listen_fd=listening.detach())
+        warned = False
         while True:
             try:
                 socket.create_connection((self.host, self.port), 5).close()
                 break
             except OSError as error:
+                if isinstance(error, socket.gaierror) and not warned:  # a pod's name may come later than this process
+                    print(f"globaltensor: no address of {self.host!r} is known yet ({error.strerror}); if the name is "
+                          "wrong, Ctrl-C ends this", file=sys.stderr, flush=True)
+                    warned = True
                 if time.monotonic() > limit:
                     place = f"{self.host}:{self.port}"
                     raise TimeoutError(f"nobody listens at {place}: {error.strerror or error}") from None
