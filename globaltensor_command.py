@@ -6,14 +6,18 @@ does not wait for it.
 """
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
+
+# why output cannot be written: a full disk, a quota, a limit on files, a failing device, a reader that has ended
+_OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
 
 class Faceless(ModuleType):
@@ -54,12 +58,40 @@ def mend_what_is_inherited() -> None:
     sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
 
 
+def say_ended_by_ctrl_c() -> None:
+    """Let Ctrl-C end in a line: for `python -m globaltensor`, which imports the package, and torch, before `main`."""
+    def hook(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            print("globaltensor: ended by SIGINT", file=sys.stderr)
+        else:
+            sys.__excepthook__(kind, error, at)
+
+    sys.excepthook = hook
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line `args` (default: the process's own); the exit code."""
     mend_what_is_inherited()
+    try:
+        try:
+            return _run_command(sys.argv[1:] if args is None else args)
+        finally:
+            sys.stdout.flush()                       # what cannot be written is seen here, not once Python ends
+    except KeyboardInterrupt:
+        print("globaltensor: ended by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except OSError as error:
+        if error.filename is not None or error.errno not in _OF_OUTPUT:
+            raise
+        _drop_output()
+        if error.errno != errno.EPIPE:               # `globaltensor info | head`
+            print(f"globaltensor: the output could not be written: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _run_command(arguments: Sequence[str]) -> int:
     import_without_face()
     of_cli = importlib.import_module("globaltensor.cli.parser")
-    arguments = sys.argv[1:] if args is None else args
     if not arguments:                                # as git does: the commands, not an error about a missing one
         of_cli.parser("").print_help()
         return 0
@@ -69,15 +101,18 @@ def main(args: Sequence[str] | None = None) -> int:
         command = importlib.import_module(f"globaltensor.cli.{chosen.command}").command
         if "globaltensor.tensors" in sys.modules:
             import_face()
-        return command(chosen)
+        code: int = command(chosen)
+        return code
     except problem as error:
         lacks = error.code == 2 and not any(hint in str(error) for hint in ("try: ", "did you mean"))
         fix = f"\n  try: globaltensor {chosen.command} --help" if lacks else ""
         print(f"globaltensor: {error}{fix}", file=sys.stderr)
-        return error.code
-    except KeyboardInterrupt:
-        print("globaltensor: ended by SIGINT", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except BrokenPipeError:                          # `globaltensor info | head`
-        sys.stderr.close()
-        return 1
+        failed: int = error.code
+        return failed
+
+
+def _drop_output() -> None:
+    """Let Python not try again, when it ends, to write what could not be written."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

@@ -9,6 +9,7 @@ import pty
 import re
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -284,16 +285,60 @@ def test_every_command_has_json_or_prints_what_another_program_reads():
         assert ("--json" in {word.text for word in words[name][1]}) == (name in PRINTED), name
 
 
-@pytest.mark.parametrize("name", PRINTED)
-def test_a_command_prints_json_and_nothing_else(name, tmp_path, capsys):
+def typed(line: str, folder: Path) -> list[str]:
+    """Its words, once what they name is there."""
     import globaltensor as gt
-    if name == "report":
-        with gt.record(file=str(tmp_path / "run.json")):
+    if line.startswith("report"):
+        with gt.record(file=str(folder / "run.json")):
             gt.ones(2, placement=gt.placement("cpu", [0, 1]), sbp="S(0)").sum().item()
     rows = (ROOT / "tests" / "data" / "measured_plans.csv").read_text().splitlines()
-    (tmp_path / "rows.csv").write_text("\n".join(rows[:20]))
-    code, out, err = said(capsys, *PRINTED[name].format(tmp=tmp_path).split())
+    (folder / "rows.csv").write_text("\n".join(rows[:20]))
+    return line.format(tmp=folder).split()
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_a_command_prints_json_and_nothing_else(name, tmp_path, capsys):
+    code, out, err = said(capsys, *typed(PRINTED[name], tmp_path))
     assert isinstance(json.loads(out), dict | list) and err == "" and code in ((0, 1) if name == "doctor" else (0,))
+
+
+FULL = [*PRINTED.values(), *(line.removesuffix(" --json") for line in PRINTED.values()),
+        *(f"{name} --help" for name in COMMANDS), "", "--help", "--version", "simulate --list", "bench --list",
+        "completion bash", "recipe slurm train.py", "recipe k8s train.py"]
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("line", FULL)
+def test_a_command_says_in_a_line_that_its_output_cannot_be_written(line, buffered, tmp_path, capsys, monkeypatch):
+    """Be it seen by print or when all is written; once that is said, Python does not try again when it ends."""
+    words = typed(line, tmp_path)
+    with open("/dev/full", "w") as full:
+        full.reconfigure(write_through=not buffered)
+        monkeypatch.setattr(sys, "stdout", full)
+        code, _, err = said(capsys, *words)
+        monkeypatch.undo()
+    own = [each for each in err.splitlines() if not each.startswith(("before: ", "now: "))]  # calibrate, of its fit
+    assert code == 1 and own == ["globaltensor: the output could not be written: No space left on device"], err
+
+
+@pytest.mark.usefixtures("real_processes")
+def test_a_full_disk_in_a_process_of_its_own():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "globaltensor", "--help"], stdout=full, stderr=subprocess.PIPE,
+                              text=True)
+    assert (done.returncode, done.stderr) == (
+        1, "globaltensor: the output could not be written: No space left on device\n")
+
+
+@pytest.mark.usefixtures("real_processes")
+def test_ctrl_c_while_the_package_is_imported_is_said_in_a_line(tmp_path):
+    """By `python -m globaltensor`, which imports torch before the command begins."""
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
+    env = environment()
+    env["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{env.get('PYTHONPATH', '')}"
+    done = subprocess.run([sys.executable, "-m", "globaltensor", "info"], env=env, capture_output=True, text=True,
+                          cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "globaltensor: ended by SIGINT\n")
 
 
 # What a shell starts begins without the public names, which whoever calls the command in a test has imported already.
