@@ -78,7 +78,7 @@ def _problems_at(path: Path, what: str, fix: str, default: str = "") -> Iterator
     try:
         yield
     except SyntaxError as error:
-        line = f":{error.lineno}" if error.lineno else ""            # none of bytes that are no text
+        line = f":{error.lineno}" if error.lineno else ""            # none of a null byte
         raise Problem(f"{what}\n  where: {error.filename or path}{line}\n  why: SyntaxError: {error.msg}\n"
                       f"  try: python {path}") from None
     except (Exception, SystemExit) as error:
