@@ -19,10 +19,10 @@ import os as _os
 import sys as _sys
 from typing import TYPE_CHECKING
 
-import globaltensor_command as _command
-
 if _sys.argv[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv)] == "globaltensor":     # python -m globaltensor ...
-    _command.say_ended_by_ctrl_c()
+    from globaltensor_command import say_ended_by_ctrl_c as _say_ended_by_ctrl_c
+
+    _say_ended_by_ctrl_c()
 
 import torch
 
