@@ -1,4 +1,4 @@
-"""torch.compile where sizes change, of functions that write to what they take, use a size, and have a gradient.
+"""torch.compile where sizes change, of functions that write, use a size or view what is split, and have a gradient.
 
 Oracle: the same program in plain torch, not compiled, and how many graphs plain torch makes of it.
 """
@@ -69,3 +69,70 @@ def test_a_function_that_writes_and_uses_a_size_has_one_graph_for_many(uses, wri
     got, graphs = trained(spread, way, writes, uses, compiled=True)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert (layout, uses) in NUMBERS or graphs <= WAYS[way][2]
+
+
+GRID = gt.placement("cpu", [[0, 1], [2, 3]])
+SPLITS = {"rows": (TWO, S(0)), "middle": (TWO, S(1)), "columns": (TWO, S(2)), "grid": (GRID, [S(0), S(2)]),
+          "twice": (GRID, [S(2), S(2)])}
+
+
+def written(write):
+    """A program that writes to its operand's double, and gives that."""
+    def program(x, v):
+        own = x * 2
+        write(own, v)
+        return own
+    return program
+
+
+# n is len(x): a size that changes. Of 3 dims [n, 6, 24]; v is as large as x.
+VIEWS = {
+    "heads": lambda x, v: x.view(len(x), 6, 3, 2, 4).permute(2, 0, 3, 1, 4),
+    "flat heads": lambda x, v: x.view(len(x) * 6, 3, 8).permute(1, 0, 2),
+    "reshape": lambda x, v: x.transpose(1, 2).reshape(len(x), 6, 4, 6),
+    "melted": lambda x, v: x.permute(2, 0, 1).reshape(len(x) * 6, 24),
+    "unflatten": lambda x, v: x.flatten().unflatten(0, (len(x), 12, 12)),
+    "expand": lambda x, v: x.sum(0, keepdim=True).expand(len(v), 6, 24).reshape(len(v) * 6, 24),
+    "permute": lambda x, v: x.permute(2, 1, 0)[:, :, :len(x) // 2],
+    "half": lambda x, v: x[:len(x) // 2], "rest": lambda x, v: x[len(v) // 2:], "inner": lambda x, v: x[1:len(x) - 1],
+    "last": lambda x, v: x[len(v) - 1], "column": lambda x, v: x[:, :, len(v) - 1],
+    "columns": lambda x, v: x[:, :, len(v) - 1:], "steps": lambda x, v: x[:, :, ::len(v) - 2],
+    "narrow": lambda x, v: x.narrow(2, len(v), 4), "parts": lambda x, v: x.split([len(v), 24 - len(v)], 2)[1],
+    "windows": lambda x, v: x.unfold(2, len(v) - 2, 2), "diagonal": lambda x, v: x.diagonal(len(v) - 4, 1, 2),
+    "strides": lambda x, v: x.as_strided((len(x), 6), (144, 24)),
+    "view of a view": lambda x, v: x.view(len(x), 6, 3, 8)[:, :, 1].transpose(1, 2).reshape(len(x), -1),
+    "attention": lambda x, v: torch.nn.functional.scaled_dot_product_attention(
+        *x.view(len(x), 6, 3, 2, 4).permute(2, 0, 3, 1, 4)),
+    "write to a view": written(lambda y, v: y.view(len(y), 6, 3, 8)[:, :, 1].mul_(2)),
+    "write to rows": written(lambda y, v: y[len(v) // 2:].mul_(2)),
+    "write to a row": written(lambda y, v: y[len(v) - 1].add_(1.0)),
+    "write to a column": written(lambda y, v: y[:, :, len(v)].copy_(v[:, :, 0])),
+}
+
+
+def viewed(place, view, compiled, dynamic, mark):
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    f = torch.compile(VIEWS[view], backend=counter, dynamic=dynamic, fullgraph=True) if compiled else VIEWS[view]
+    outcome = []
+    for rows in (4, 6, 5):
+        x, v = (place(torch.arange(rows * 144.0).view(rows, 6, 24).mul(k).sin()) for k in (1, 2))
+        x.requires_grad_()
+        for t in (x, v) if mark else ():
+            mark(t, 0)
+        given = f(x, v)
+        given.square().sum().backward()
+        outcome += [given.detach(), x.grad]
+    return [t.full_tensor() if t.is_global else t for t in outcome], counter.frame_count
+
+
+@pytest.mark.sample(16)
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("way", ("automatic", "perhaps"))
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_with_sizes_that_change_has_a_graph_for_each_at_most(view, way, split):
+    dynamic, mark, _ = WAYS[way]
+    want, _ = viewed(torch.clone, view, False, dynamic, mark)
+    got, graphs = viewed(lambda t: gt.from_full(t, *SPLITS[split]), view, True, dynamic, mark)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert graphs <= 3

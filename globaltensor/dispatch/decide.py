@@ -148,7 +148,9 @@ def _decide_by_rule(cls: type[GlobalLike], call: Call, line: Line | None, where:
                          for t, want, own in zip(call.tensors, recipe.wants, operands))
     decide_aliases(recipe, operands)
     views = recipe.outputs or ()
-    if recipe.boxes_view and len(views) == 1 and views[0] is not None and not views[0].symbolic:
+    # of symbols no slices are taken: boxed views come again with numbers (symbolic.py)
+    if recipe.boxes_view and len(views) == 1 and views[0] is not None and not (
+            operands[0].symbolic or views[0].symbolic or has_symbols(list(values_of(call.values.values())))):
         _take_slices(call, operands[0], recipe)
     # an argument that the caller left out is not among the local call's positions
     recipe.local_args = {rank: tuple((_passed(func, at, positional), value) for at, value in own)
