@@ -231,7 +231,8 @@ def remake(func: OpOverload, values: Sequence[Any]) -> list[Shards]:
 
 def _by_rule(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
     """What the op's rule decides, where the op has a decomposition as well."""
-    key = ("plain", func, torch.get_default_dtype(), static(args, cls), static(kwargs, cls))
+    key = ("plain", func, traced_operand(args, kwargs), torch.get_default_dtype(), static(args, cls),
+           static(kwargs, cls))
     recipe = _decisions.get(key)
     if not isinstance(recipe, Recipe):
         with without_modes() if modes_active() else nullcontext():
@@ -252,8 +253,10 @@ def _key(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwargs:
 
 
 def find(cls: type[GlobalLike], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
-    """What was decided for a call, or is now where it is new."""
+    """What was decided for a call, or is now where it is new. For a trace it is decided apart: recipes are verified by
+    what they give, and what fake kernels give is laid out and typed otherwise than what kernels do."""
     key = _key(cls, func, args, kwargs)
+    key = ("traced", *key) if traced_operand(args, kwargs) else key
     decision = _decisions.get(key)
     if decision is None:
         with without_modes() if modes_active() else nullcontext():     # which would note what deciding takes

@@ -17,16 +17,15 @@ from globaltensor.algorithms.random_ops import seeded
 from globaltensor.boxings.redistribute import Move, move_shards
 from globaltensor.dispatch.kernel_errors import name_element_of_whole
 from globaltensor.dispatch.recipe import Recipe, moved_spec, output_spec, purpose_of, spec_of_plain
-from globaltensor.dispatch.verify import verify, verify_targets
+from globaltensor.dispatch.verify import as_told, verify, verify_targets
 from globaltensor.dispatch.view_reads import read_slices
 from globaltensor.layouts.global_like import GlobalLike, is_global
 from globaltensor.layouts.layout import Shape, Shards, Spec, completes, contiguous, spec
-from globaltensor.rules.call import Call, Slot, arguments, put, set_arguments
+from globaltensor.rules.call import Call, Slot, arguments, put, set_arguments, values_of
 from globaltensor.runtime.agreement import broadcast_object, compare_plain
 from globaltensor.runtime.codec import message
 from globaltensor.runtime.custom_ops import MADE_OF
 from globaltensor.runtime.lineage import ignores_first
-from globaltensor.runtime.meta import without_memory
 from globaltensor.runtime.native import torch_ext
 from globaltensor.runtime.philox import draw_key
 from globaltensor.runtime.torch_internals import OpOverload, break_graph, compiling, is_of_a_trace, set_view_replay
@@ -140,8 +139,8 @@ def _run_ranks(cls: type[GlobalLike], recipe: Recipe, args: Sequence[Any], kwarg
             except RuntimeError as error:
                 name_element_of_whole(error, Call(func, args, kwargs).tensors[0], rank, recipe.outputs or ())
                 raise
-            if recipe.home.placement.type == "meta":
-                results[rank] = without_memory(func, results[rank])
+    if recipe.home.placement.type == "meta" or any(map(is_of_a_trace, values_of(results.values()))):
+        results = {rank: as_told(recipe, result) for rank, result in results.items()}
     if not recipe.verified and (func._schema.returns or recipe.written):
         verify(recipe, results)
         verify_targets(recipe, operands, held)

@@ -56,6 +56,22 @@ def verify(recipe: Recipe, results: Mapping[int, Any]) -> None:
         recipe.single = outputs[0]
 
 
+def as_told(recipe: Recipe, result: Any) -> Any:
+    """What a rank's op gave without values, on the meta device or in a trace, in the dtypes that its kernel gives:
+    torch's fake kernels tell others of mixed operands, as of the statistics of norms, and compilers may compute so."""
+    if recipe.outputs is None or recipe.elements is not None or recipe.boxes_view or recipe.written or (
+            _is_view(recipe)):
+        return result
+    several = isinstance(result, (tuple, list))
+    tensors = result if several else (result,)
+    if len(tensors) != len(recipe.outputs) or all(
+            own is None or not isinstance(t, torch.Tensor) or t.dtype == own.dtype
+            for own, t in zip(recipe.outputs, tensors)):
+        return result
+    typed = [t if own is None or t is None else t.to(own.dtype) for own, t in zip(recipe.outputs, tensors)]
+    return type(result)(typed) if several else typed[0]
+
+
 def verify_targets(recipe: Recipe, operands: Sequence[Any], held: Sequence[Shards]) -> None:
     """Raises InPlaceError where a kernel has given what it writes another shape, which no schema tells: its spec, and
     what a boxing back reads, would be of the old one. The parts get that again."""

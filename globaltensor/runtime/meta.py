@@ -242,17 +242,11 @@ def _addr(x: Tensor, a: Tensor, b: Tensor, **scales: Any) -> Tensor:
 
 
 def _attention_on_cpu(*operands: Any, **more: Any) -> Any:
+    """Of float64, torch before 2.13 says that the logarithms of sums are float32, and the kernel gives float64."""
     kernel = python_meta(_ATTENTION)
     assert kernel is not None
-    return without_memory(_ATTENTION, kernel(*operands, **more))
-
-
-def without_memory(func: OpOverload, results: Any) -> Any:
-    """What torch's own word should have been, of tensors without memory: of attention of float64, torch before 2.13
-    says that the logarithms of sums are float32, and the kernel gives float64."""
-    if func is not _ATTENTION or results[0].dtype is not torch.float64:
-        return results
-    return results[0], results[1].to(torch.float64)
+    result, logarithms = kernel(*operands, **more)
+    return result, logarithms.to(torch.float64) if result.dtype is torch.float64 else logarithms
 
 
 def _batch_norm_backward(*operands: Any, **more: Any) -> tuple[Tensor | None, ...]:
