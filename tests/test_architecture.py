@@ -190,6 +190,17 @@ def private_attributes() -> dict[str, str]:
     return {name: place for name, place in read.items() if name not in made}
 
 
+def test_no_function_is_decorated_with_a_context_manager():
+    """contextlib's wrapper is none of ours: torch.compile would trace it, and warn of the native code that it meets."""
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    functions = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)
+                 if isinstance(node, ast.FunctionDef)]
+    managers = {node.name for _, node in functions if "contextmanager" in map(ast.unparse, node.decorator_list)}
+    assert "not_counted" in managers
+    assert not [f"{path.name}: {node.name}" for path, node in functions for one in node.decorator_list
+                if isinstance(one, ast.Call) and ast.unparse(one.func).rpartition(".")[2] in managers]
+
+
 def test_private_names_of_torch_are_taken_from_one_file():
     wrong = [f"{path.relative_to(PACKAGE)}:{line}: {name}" for path in sorted(PACKAGE.rglob("*.py"))
              if path != PACKAGE / INTERNALS for line, name in private_names_of_torch(path)]

@@ -21,12 +21,16 @@ from globaltensor.runtime.agreement import gather_objects, uncoordinated
 from globaltensor.tensors.global_tensor import GlobalTensor
 
 
-@not_counted()
 def dry_run(step: PipelineStep, mb: int, inputs: Sequence[Any], own_stages: Sequence[int]) -> None:
     """Run a micro-batch forward through all stages, one after the other; `own_stages` are those of this process.
 
     Raises StageError on every process where a stage, or the loss, fails.
     """
+    with not_counted():
+        _run_stages(step, mb, inputs, own_stages)
+
+
+def _run_stages(step: PipelineStep, mb: int, inputs: Sequence[Any], own_stages: Sequence[int]) -> None:
     model, received = step.model, bundle(inputs, torch.get_rng_state())
     for stage, module in enumerate(model.stages):
         outputs: tuple[Any, ...] = ()

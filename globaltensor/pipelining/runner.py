@@ -43,6 +43,7 @@ from globaltensor.pipelining.step_results import KnownSteps, MissingGradients
 from globaltensor.pipelining.tracing import UntraceableError, cut_traced
 from globaltensor.runtime import lineage
 from globaltensor.runtime.agreement import gather_objects
+from globaltensor.runtime.compiler_skips import ends_graphs
 from globaltensor.runtime.p2p import MAX_PENDING
 from globaltensor.runtime.world import world
 from globaltensor.schedules.check import check_schedule
@@ -205,6 +206,7 @@ class PipelineRunner:
         self._warned = False                         # of what differs from one device
         self._known_steps = KnownSteps()
 
+    @ends_graphs
     @api_boundary
     def step(self, inputs: Any = (), targets: Any = None, **named: Any) -> GlobalTensor:
         """Forward and backward of a batch: gradients are left in the parameters. The loss, on the last placement.
@@ -226,6 +228,7 @@ class PipelineRunner:
         with lineage.paused():
             return self._total(self._run(inputs, targets, named, True, self.schedule))
 
+    @ends_graphs
     @api_boundary
     def eval(self, inputs: Any = (), targets: Any = None, **named: Any) -> Any:
         """Forward only, without gradients: the output of the last stage, the micro-batches concatenated again along

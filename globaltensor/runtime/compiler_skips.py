@@ -14,18 +14,26 @@ import sys
 from collections.abc import Iterator
 from functools import cached_property, lru_cache, partial
 from types import CellType, FunctionType, MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from globaltensor.errors import OURS
 from globaltensor.runtime.late_modules import when_imported
 from globaltensor.runtime.torch_internals import leave_alone
 
+T = TypeVar("T")
 _COMPILER = "torch._dynamo"
 
 
 def keep_compiler_out() -> None:
     """From now on, or from when there is a compiler. Again where modules of ours may have come."""
     when_imported(_COMPILER, lambda: _leave_package_alone(len(sys.modules)))
+
+
+def ends_graphs(function: T) -> T:
+    """Decorate a function that keeps notes in native code, of which dynamo would warn where it followed the call: a
+    graph ends before it, and it runs as it stands. (`torch.compiler.disable` does that, and imports the compiler.)"""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # which is dynamo's
+    return function
 
 
 @lru_cache(1)

@@ -1,5 +1,7 @@
 """Programs that torch.compile runs as they stand, as a loop ends their graphs, compile no function of the library."""
 import tempfile
+import warnings
+from functools import partial
 
 import torch
 from torch import nn
@@ -36,6 +38,8 @@ def pipeline():
         torch.ones(8, 8), torch.ones(8, 8))
 
 
+runner = gt.pipeline([nn.Linear(8, 8), nn.Linear(8, 8)], [gt.placement("cpu", [n]) for n in (0, 1)],
+                     loss=lambda y, to: (y - to).square().mean())
 PROGRAMS = [
     optimizer.step,                                  # first: nothing global is traced before it
     train,
@@ -50,12 +54,15 @@ PROGRAMS = [
     lambda: gt.from_local(torch.ones(4), TWO, S(0)),
     lambda: gt.ones(4, placement=TWO, sbp=B),
     pipeline,
+    partial(runner.step, torch.ones(8, 8), torch.ones(8, 8)),
+    partial(runner.eval, torch.ones(8, 8)),
     lambda: gt.metrics(),
     lambda: repr(x),
 ]
 model(x).square().mean().backward()
 import torch._dynamo  # noqa: E402  # it is what this is about
 
+warnings.filterwarnings("error", ".*does not know how to trace")
 compiled = []
 torch._dynamo.convert_frame.register_bytecode_hook(
     lambda code, _: compiled.append(code) if code.co_filename.startswith(OURS) else None)
