@@ -67,9 +67,15 @@ def set_precision(module: nn.Module, precision: Precision, parameters: list[Glob
 
 def _caster(dtype: torch.dtype) -> Callable[[Any], Any]:
     def cast(x: Any) -> Any:
-        """Floating-point tensors, in whatever they are; of a dataclass that torch does not take apart, its fields."""
-        if dataclasses.is_dataclass(x) and not isinstance(x, type) and not isinstance(x, dict):
-            return dataclasses.replace(x, **{field.name: cast(getattr(x, field.name))
-                                             for field in dataclasses.fields(x) if field.init})
-        return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, x)
+        """Floating-point tensors, in whatever they are."""
+        return tree_map_only(object, cast_leaf, x)
+
+    def cast_leaf(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return x.to(dtype) if x.is_floating_point() else x
+        if not dataclasses.is_dataclass(x) or isinstance(x, type):
+            return x
+        before = {field.name: getattr(x, field.name) for field in dataclasses.fields(x) if field.init}
+        after = {name: cast(value) for name, value in before.items()}
+        return x if all(after[name] is before[name] for name in before) else dataclasses.replace(x, **after)
     return cast
