@@ -171,12 +171,10 @@ def recipe(*words):
     return good([PYTHON, "-m", "globaltensor.cli", "recipe", *words])
 
 
-@pytest.mark.parametrize("words, told", [(("slurm", "--image", "me/it:1"), "does nothing for slurm"),
-                                         (("ray", "--image", "me/it:1"), "does nothing for ray"),
-                                         (("k8s", "--image", ""), "names no image")])
-def test_an_image_that_nothing_runs_is_refused(words, told, capsys):
-    assert main(["recipe", *words, "train.py"]) == 2
-    assert told in capsys.readouterr().err
+@pytest.mark.parametrize("cluster", ["slurm", "ray"])
+def test_an_image_that_nothing_runs_is_refused(cluster, capsys):
+    assert main(["recipe", cluster, "--image", "me/it:1", "train.py"]) == 2
+    assert f"does nothing for {cluster}" in capsys.readouterr().err
 
 
 def test_a_script_for_slurm(tmp_path):

@@ -139,9 +139,8 @@ def command(chosen: argparse.Namespace) -> int:
     """Print the script."""
     if not chosen.program.endswith(".py"):
         raise Problem(f"{chosen.program!r} is not a Python file\n  try: globaltensor recipe {chosen.cluster} train.py")
-    if chosen.image is not None and (chosen.cluster != "k8s" or not chosen.image):
-        raise Problem("--image '' names no image\n  try: --image python:3.12" if chosen.cluster == "k8s" else
-                      f"--image does nothing for {chosen.cluster}: its hosts run what they have\n  try: the same "
+    if chosen.image is not None and chosen.cluster != "k8s":
+        raise Problem(f"--image does nothing for {chosen.cluster}: its hosts run what they have\n  try: the same "
                       "without --image")
     print(_WRITE[chosen.cluster](chosen), end="")
     return 0
