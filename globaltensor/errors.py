@@ -129,10 +129,13 @@ def warn(text: str, kind: type[Warning] = UserWarning) -> None:
                                frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {}))
 
 
+_NO_CONTEXT = nullcontext()
+
+
 def warnings_at_program(due: bool = True) -> AbstractContextManager[None]:
     """Inside, what torch warns of is told at the program's line, and not at ours, which calls torch. Only where it is
     `due`: Python forgets what it has shown before, and takes what other threads warn of at that time for ours."""
-    return _told_at_program() if due else nullcontext()
+    return _told_at_program() if due else _NO_CONTEXT
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def assign(x: Any, index: Any, value: Any) -> None:
 
 def loses_part(x: torch.Tensor, value: Any) -> bool:
     """Does torch warn, where this is written to x, that the imaginary part is lost?"""
-    return isinstance(value, torch.Tensor) and value.is_complex() and not (x.is_complex() or compiling())
+    return isinstance(value, torch.Tensor) and value.is_complex() and not x.is_complex() and not compiling()
 
 
 def new_plain(x: torch.Tensor, data: Any, options: dict[str, Any]) -> torch.Tensor:
