@@ -62,7 +62,8 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, reshard_after_fo
         raise ArgumentError(f"fully_shard(dp_mesh_dims={dp_mesh_dims})", "it is not taken here", 'mesh=mesh["dp"]')
     precision = precision_of(mp_policy)
     mesh = mesh or init_device_mesh("cpu", (world_size(),))
-    if type(offload_policy).__name__ not in ("NoneType", "OffloadPolicy", "CPUOffloadPolicy" * (mesh.type == "cpu")):
+    asks_for_nothing = ["NoneType", "OffloadPolicy", *(["CPUOffloadPolicy"] if mesh.type == "cpu" else [])]
+    if type(offload_policy).__name__ not in asks_for_nothing:
         raise ArgumentError(f"fully_shard(offload_policy={offload_policy})", f"it is not taken here, on {mesh.type}",
                             'no offload_policy; or gt.zero(optimizer, "dp", 3, model, offload="cpu") in its place')
     for one in modules:
