@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from globaltensor.dtensor.api import distribute_tensor, on_mesh
 from globaltensor.dtensor.device_mesh import DeviceMesh, init_device_mesh
 from globaltensor.dtensor.fsdp_module import Sharding, become_fsdp, shardings
-from globaltensor.dtensor.mixed_precision import Precision, precision_of, set_precision
+from globaltensor.dtensor.mixed_precision import precision_of, set_precision
 from globaltensor.dtensor.own_weights import OwnLayer, OwnLayers
 from globaltensor.errors import ArgumentError, GlobalTensorError, expect
 from globaltensor.parallel.zero3 import ShardedLayer, ShardedLayers, unshard
@@ -33,6 +33,9 @@ from globaltensor.tensors.convert import from_full
 from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.parameter_swap import convert, weights_made_again
 from globaltensor.tracebacks import api_boundary
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 _running: list[nn.Module] = []                       # the outermost module that is at work, if one is
 _inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()          # those sharded that were run inside of another
@@ -72,7 +75,7 @@ def fully_shard(module: Any, *, mesh: DeviceMesh | None = None, reshard_after_fo
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, choose: Callable[[nn.Parameter], Shard | None] | None,
-           ignored: set[nn.Parameter], precision: Precision | None) -> None:
+           ignored: set[nn.Parameter], precision: MixedPrecisionPolicy | None) -> None:
     one_program = len(world().local_ranks) > 1
     with weights_made_again(module):
         own = _shard_parameters(module, mesh, choose, ignored, one_program)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,24 +20,11 @@ from globaltensor.tensors.global_tensor import GlobalTensor
 from globaltensor.tensors.reduce_dtype import set_grad_reduce_dtype
 from globaltensor.tracebacks import api_boundary
 
-
-class Precision(Protocol):
-    """What torch's MixedPrecisionPolicy says."""
-
-    @property
-    def param_dtype(self) -> torch.dtype | None: ...
-
-    @property
-    def reduce_dtype(self) -> torch.dtype | None: ...
-
-    @property
-    def output_dtype(self) -> torch.dtype | None: ...
-
-    @property
-    def cast_forward_inputs(self) -> bool: ...
+if TYPE_CHECKING:                                    # the import takes long, and who has a policy has done it
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-def precision_of(policy: Any) -> Precision | None:
+def precision_of(policy: Any) -> MixedPrecisionPolicy | None:
     """The policy, if it asks for anything. Raises ArgumentError for what is none, or has dtypes that are none."""
     if policy is None:
         return None
@@ -52,7 +39,7 @@ def precision_of(policy: Any) -> Precision | None:
     return None if dtypes == (None, None, None) else policy
 
 
-def set_precision(module: nn.Module, precision: Precision, parameters: list[GlobalTensor]) -> None:
+def set_precision(module: nn.Module, precision: MixedPrecisionPolicy, parameters: list[GlobalTensor]) -> None:
     """Cast what goes into the module and what comes out, and send the gradients of these parameters as it says."""
     if precision.param_dtype is not None and precision.cast_forward_inputs:
         cast = _caster(precision.param_dtype)

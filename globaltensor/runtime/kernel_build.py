@@ -31,16 +31,17 @@ def kernel_sources(csrc: Path) -> list[Path]:
 
 def sources_hash(csrc: Path) -> str:
     """A hash of the sources and of how they are compiled, by which a library is known to be made of them."""
-    text = hashlib.sha256(repr(FLAGS).encode())
-    for path in kernel_sources(csrc):
-        text.update(path.name.encode() + path.read_bytes())
-    return text.hexdigest()[:16]
+    return _hash_of(kernel_sources(csrc), repr(FLAGS))
 
 
 def native_hash(csrc: Path) -> str:
     """A hash of the sources of the native code, which setup.py notes beside what it has made of them."""
-    text = hashlib.sha256()
-    for path in sorted(path for kind in ("h", "cpp") for path in csrc.glob(f"*/*.{kind}")):
+    return _hash_of(sorted(path for kind in ("h", "cpp") for path in csrc.glob(f"*/*.{kind}")))
+
+
+def _hash_of(files: Sequence[Path], how: str = "") -> str:
+    text = hashlib.sha256(how.encode())
+    for path in files:
         text.update(path.name.encode() + path.read_bytes())
     return text.hexdigest()[:16]
 

@@ -87,14 +87,16 @@ def fill_diagonal(x: torch.Tensor, value: Any, wrap: bool = False) -> torch.Tens
     return x
 
 
-_WARNS, _told = ("__float__", "__complex__"), set[str]()
+_WARNS = ("__float__", "__complex__")
+_told = False                                        # that a gradient ends there
 
 
 def _warns_of_gradient(x: torch.Tensor) -> bool:
     """Does torch warn that a gradient ends there? It does once, unless it is to do so always."""
+    global _told
     if not x.requires_grad or compiling() or _told and not torch.is_warn_always_enabled():
         return False
-    _told.add("gradient")
+    _told = True
     return True
 
 
